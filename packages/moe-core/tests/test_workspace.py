@@ -26,6 +26,36 @@ def test_parts_are_aligned_disjoint_and_shaped() -> None:
     assert workspace.nbytes == workspace_nbytes(SPECS) == 2 * ALIGNMENT
 
 
+def test_phases_share_memory_behind_what_has_none() -> None:
+    specs = (
+        WorkspaceSpec("early", (3 * ALIGNMENT,), torch.uint8, 0),
+        WorkspaceSpec("always", (ALIGNMENT + 1,), torch.uint8),
+        WorkspaceSpec("late", (ALIGNMENT - 1,), torch.uint8, 1),
+        WorkspaceSpec("early too", (1,), torch.uint8, 0),
+        WorkspaceSpec("late too", (4 * ALIGNMENT,), torch.uint8, 1),
+    )
+    workspace = Workspace("cpu")
+    parts = workspace.take(specs)
+    first = parts["always"].data_ptr()
+    starts = {name: (part.data_ptr() - first) // ALIGNMENT for name, part in parts.items()}
+    assert starts == {"always": 0, "early": 2, "early too": 5, "late": 2, "late too": 3}
+    assert workspace.nbytes == workspace_nbytes(specs) == 7 * ALIGNMENT
+
+
+@pytest.mark.parametrize("larger", range(4))
+def test_a_larger_spec_never_needs_less(larger: int) -> None:
+    def specs(extra: int) -> list[WorkspaceSpec]:
+        sizes = [700, 300, 500, 900]
+        sizes[larger] += extra
+        return [
+            WorkspaceSpec(str(i), (n,), torch.uint8, phase)
+            for i, (n, phase) in enumerate(zip(sizes, (0, None, 1, 0), strict=True))
+        ]
+
+    found = [workspace_nbytes(specs(extra)) for extra in range(0, 3000, 100)]
+    assert found == sorted(found)
+
+
 def test_it_grows_and_then_stays() -> None:
     workspace = Workspace("cpu")
     workspace.take([WorkspaceSpec("big", (1000,), torch.float32)])

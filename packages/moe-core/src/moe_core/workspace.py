@@ -23,11 +23,16 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class WorkspaceSpec:
-    """One scratch tensor: its name, shape and dtype."""
+    """One scratch tensor: its name, shape and dtype.
+
+    ``phase``: the part of a call outside of which nothing is kept there, counted from 0; None: no such part.  Tensors
+    of different phases share memory.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    phase: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -35,8 +40,21 @@ class WorkspaceSpec:
 
 
 def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
-    """Bytes of one buffer that holds all ``specs``, each aligned."""
-    return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs)
+    """Bytes of one buffer that holds all ``specs``, each aligned: no fewer where a spec is larger."""
+    return _layout(specs)[1]
+
+
+def _layout(specs: Iterable[WorkspaceSpec]) -> tuple[list[tuple[WorkspaceSpec, int]], int]:
+    """Each spec with its first byte, and the bytes of all.  Every phase begins behind what has none."""
+    offsets: dict[int | None, int] = {None: 0}
+    inside = []
+    for spec in specs:
+        offset = offsets.setdefault(spec.phase, 0)
+        inside.append((spec, offset))
+        offsets[spec.phase] = offset + -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    shared = offsets.pop(None)
+    placed = [(spec, offset if spec.phase is None else shared + offset) for spec, offset in inside]
+    return placed, shared + max(offsets.values(), default=0)
 
 
 class Workspace:
@@ -92,13 +110,10 @@ class Workspace:
 
     def take(self, specs: Iterable[WorkspaceSpec]) -> Mapping[str, Tensor]:
         """Tensors for ``specs`` by name; uninitialised, and shared with every other ``take``."""
-        specs = tuple(specs)
-        self.taken = workspace_nbytes(specs)
+        placed, self.taken = _layout(specs)
         buffer = self.hold(self.taken)
         tensors: dict[str, Tensor] = {}
-        offset = 0
-        for spec in specs:
+        for spec, offset in placed:
             part = buffer[offset : offset + spec.nbytes]
             tensors[spec.name] = part.view(spec.dtype).view(spec.shape)
-            offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
         return tensors

@@ -18,6 +18,8 @@ MIN_BLOCK_M = 8
 MAX_SPLIT_K = 16
 #: how the names start of what adapters need
 LORA = "lora_"
+#: phases of a call: what is read before gemm2 starts, and what is written from then on
+BEFORE_GEMM2, FROM_GEMM2 = 0, 1
 
 
 def order_workspaces(pairs: int, num_tokens: int, num_experts: int, batched: bool) -> tuple[WorkspaceSpec, ...]:
@@ -42,6 +44,6 @@ def lora_workspaces(config: FusedMoEConfig, pairs: int) -> tuple[WorkspaceSpec, 
         *(replace(spec, name=LORA + spec.name) for spec in sort),
         WorkspaceSpec("lora_group_ids", (pairs,), torch.int32),
         WorkspaceSpec("lora_low", (pairs, parts * config.max_lora_rank), wide),
-        WorkspaceSpec("lora_w13", (pairs, parts * config.intermediate_size), wide),
-        WorkspaceSpec("lora_w2", (pairs, config.hidden_size), wide),
+        WorkspaceSpec("lora_w13", (pairs, parts * config.intermediate_size), wide, BEFORE_GEMM2),
+        WorkspaceSpec("lora_w2", (pairs, config.hidden_size), wide, FROM_GEMM2),
     )

@@ -10,7 +10,13 @@ import torch
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.gemm.fused.call import Call
 from moe_core.gemm.launch import OperandA, Result, Rows
-from moe_core.gemm.workspaces import lora_workspaces, order_workspaces, split_k_workspace
+from moe_core.gemm.workspaces import (
+    BEFORE_GEMM2,
+    FROM_GEMM2,
+    lora_workspaces,
+    order_workspaces,
+    split_k_workspace,
+)
 from moe_core.ops.sort import Schedule
 from moe_core.workspace import WorkspaceSpec
 
@@ -81,10 +87,12 @@ class ActivationScheme(ABC):
         weighted = on_input and self.weights_first(has_lora)
         return (
             *order_workspaces(shape.pairs, shape.num_tokens, config.local_experts, shape.batched),
-            WorkspaceSpec("x_weighted", (shape.rows if weighted else 0, config.hidden_size), torch.float32),
+            WorkspaceSpec(
+                "x_weighted", (shape.rows if weighted else 0, config.hidden_size), torch.float32, BEFORE_GEMM2
+            ),
             *self.operands(shape),
             split_k_workspace(config, shape.pairs if splits else 0),
-            WorkspaceSpec("y", (0 if shape.batched else shape.pairs, config.hidden_size), config.dtype),
+            WorkspaceSpec("y", (0 if shape.batched else shape.pairs, config.hidden_size), config.dtype, FROM_GEMM2),
             *(lora_workspaces(config, shape.pairs) if has_lora else ()),
         )
 
@@ -92,11 +100,15 @@ class ActivationScheme(ABC):
 def quantized(
     name: str, rows: int, columns: int, dtype: torch.dtype, scale_dtype: torch.dtype | None, *groups: int
 ) -> tuple[WorkspaceSpec, ...]:
-    """Values [rows, columns] and their scales [rows], or [rows, groups] (None: values hold them), of ``name``."""
-    values = WorkspaceSpec(f"{name}_values", (rows, columns), dtype)
+    """Values [rows, columns] and their scales [rows], or [rows, groups] (None: values hold them), of ``name``.
+
+    Those of h are read by gemm2, all others are x.
+    """
+    phase = None if name == "h" else BEFORE_GEMM2
+    values = WorkspaceSpec(f"{name}_values", (rows, columns), dtype, phase)
     if scale_dtype is None:
         return (values,)
-    return values, WorkspaceSpec(f"{name}_scales", (rows, *groups), scale_dtype)
+    return values, WorkspaceSpec(f"{name}_scales", (rows, *groups), scale_dtype, phase)
 
 
 def padded(columns: int, block: int = TILE) -> int:
