@@ -23,7 +23,8 @@ SKIP, ATOMIC = "@P2 BRA 0x20", "@P1 ATOMG.E.ADD.STRONG.GPU PT, R3, desc[UR26][R6
         (sass(SKIP, ATOMIC, "LDS R2, [UR7]"), ["0x10"]),
         (sass("@!P0 BRA 0x20", ATOMIC, "LDS R2, [UR7]"), ["0x10"]),
         (sass(SKIP, ATOMIC, "BSYNC B1", "LDS R2, [UR7]"), []),
-        (sass(SKIP, ATOMIC, "BSYNC.RECONVERGENT B1"), []),
+        (sass(SKIP, ATOMIC, "NOP", "BSYNC.RECONVERGENT B1"), []),
+        (sass(SKIP, ATOMIC, "NOP", "LDS R2, [UR7]"), ["0x10"]),
         (sass(SKIP, ATOMIC, "WARPSYNC.ALL"), []),
         # the branch of a whole warp
         (sass("@UP0 BRA 0x20", ATOMIC, "LDS R2, [UR7]"), []),

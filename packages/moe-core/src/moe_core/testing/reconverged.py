@@ -24,14 +24,18 @@ def split_warps(sass: str) -> list[str]:
     #: forward branches of some threads, by target
     open_: dict[int, int] = {}
     skipped: dict[int, list[int]] = {}
+    #: atomics whose branches have come to their targets
+    pending: list[int] = []
     for match in _INSTRUCTION.finditer(sass):
         address, predicate, name, operands = int(match[1], 16), match[2], match[3], match[4]
         if address == 0:
             # of the next function
-            open_, skipped = {}, {}
-        for atomic in skipped.pop(address, []):
+            open_, skipped, pending = {}, {}, []
+        pending += skipped.pop(address, [])
+        if name != "NOP":
             if not name.startswith(("BSYNC", "WARPSYNC")):
-                found.append(hex(atomic))
+                found += [hex(atomic) for atomic in pending]
+            pending = []
         open_ = {target: source for target, source in open_.items() if target > address}
         target = _TARGET.search(operands)
         if name == "BRA" and predicate == "P" and target is not None and int(target[1], 16) > address:

@@ -28,6 +28,7 @@ from moe_core.gemm.launch import (
     weight_strides,
 )
 from moe_core.gemm.operand_tiles import load_values
+from moe_core.gemm.workspaces import BEFORE_GEMM2
 from moe_core.ops.batch import Batch
 from moe_core.ops.sort import QuantizeRows, Schedule, clears_first, whole_row
 from moe_core.workspace import WorkspaceSpec
@@ -36,6 +37,8 @@ from moe_core.workspace import WorkspaceSpec
 MAX_ROWS_QUANTIZED_ON_LOAD = 32
 #: columns of h up to which programs are so short that a launch of its own quantises it faster
 MAX_SHORT = 512
+#: rows per expert, in the mean, up to which gemm2 may read h before it is quantised: more than such tiles are taken for
+MAX_MEAN_ON_LOAD = 128
 
 #: of the activations' scales
 Granularity = Literal["token", "tensor", "static"]
@@ -145,12 +148,17 @@ class ScaledMMScheme(ActivationScheme):
         scatters = not dynamic or self.functions.packed == 1
         scattered = pairs if scatters and not shape.batched else 0
         found = kind == "tensor" or (not dynamic and self.functions.flags_nan)
+        h_rows = few = pairs if dynamic or config.is_lora_enabled else 0
+        if not (shape.batched or config.is_lora_enabled):
+            few = min(few, MAX_MEAN_ON_LOAD * config.num_experts)
         return (
             *quantized("x", rows if dynamic or shape.batched else 0, width, element, scale),
             WorkspaceSpec("x_amax", (rows if found else 0,), torch.int32),
             *quantized("sorted", scattered, width, element, scale),
             WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),
-            WorkspaceSpec("h", (pairs if dynamic or config.is_lora_enabled else 0, inner), shape.wide),
+            WorkspaceSpec("h", (few, inner), shape.wide),
+            # of more rows gemm2 reads codes alone
+            WorkspaceSpec("many_h", (h_rows if h_rows > few else 0, inner), shape.wide, BEFORE_GEMM2),
             *quantized("h", pairs, inner, element, scale),
         )
 
@@ -165,7 +173,14 @@ class ScaledMMScheme(ActivationScheme):
         few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
         # one scale for all says nothing of a row, and who loads a part of it can't know
         kinds = ("token",) if self.functions.flags_nan else ("token", "tensor")
-        return self.granularity in kinds and self._quantizes_on_load(call) and (few_launches or call.w2.k > MAX_SHORT)
+        loads = self.granularity in kinds and self._quantizes_on_load(call) and self._h(call) is call.workspace["h"]
+        return loads and (few_launches or call.w2.k > MAX_SHORT)
+
+    @staticmethod
+    def _h(call: Call) -> Tensor:
+        """Room for h before it is quantised."""
+        few = call.workspace["h"]
+        return few if call.pairs <= few.shape[0] else call.workspace["many_h"]
 
     def _amax(self, call: Call) -> Tensor | None:
         """Largest magnitudes of h, per row or [1]; or NaN flags of rows that hold a NaN."""
@@ -267,14 +282,14 @@ class ScaledMMScheme(ActivationScheme):
         work, amax = call.workspace, self._amax(call)
         kind = constant("" if amax is None else _AMAX_KINDS[self.granularity])
         if not self._in_epilogue(call):
-            return Result.of(work["h"], amax=amax, amax_kind=kind)
+            return Result.of(self._h(call), amax=amax, amax_kind=kind)
         values, quantize = work["h_values"], self.functions.quantize_static
         return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
     def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         work, amax = call.workspace, self._amax(call)
         # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
-        values, wide, found = work["h_values"], work["h"][:, : call.w2.k], work["h_scales"]
+        values, wide, found = work["h_values"], self._h(call)[:, : call.w2.k], work["h_scales"]
         if self._in_epilogue(call) and self.h_scale is not None:
             return self._rows(call, values, self.h_scale, which, amax, by_row=False)
         if self._quantizes_h_on_load(call) and amax is not None:
