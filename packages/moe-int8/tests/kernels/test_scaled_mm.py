@@ -41,6 +41,7 @@ from moe_core.quant_key import (
 from moe_core.quantization import quantize_tensor
 from moe_core.testing.data import make_weights
 from moe_core.testing.planned import layer_error, with_plan
+from moe_core.workspace import workspace_nbytes
 from moe_int8.experts.triton import TritonInt8Experts
 from moe_int8.kernels import scaled_mm
 from moe_int8.layout import row_sums, scale_and_zero
@@ -251,6 +252,14 @@ def test_rows_whose_memory_gemm2_is_given(kind, plan, device):
     """More than 128 pairs for each expert: h before it is quantised lies where gemm2 writes."""
     assert error(kind, plan, device, tokens=65, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
     assert error(kind, plan, device, tokens=129, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("sizes", [(48, 144), (4096, 144), (48, 4096)], ids=str)
+def test_fewer_tokens_never_need_more_memory(sizes):
+    config = FusedMoEConfig(2, 2, *sizes)
+    experts = TritonInt8Experts(config, weight_key=kInt8StaticChannelSym, activation_key=kInt8DynamicTokenSym)
+    needed = [workspace_nbytes(experts.workspaces(tokens)) for tokens in range(1, 400)]
+    assert needed == sorted(needed)
 
 
 @pytest.mark.parametrize("kind", KEYS)
