@@ -50,6 +50,8 @@ class GroupedExperts(FusedMoEExpertsModular):
     family: ClassVar[Family]
     #: bytes per thread that its kernels may spill for any target: of sizes that are multiples of 16, and of others
     accepted_spills: ClassVar[tuple[int, int]] = (0, 0)
+    #: those with LoRA, where they are more: deltas stand beside the sums in the epilogue
+    accepted_lora_spills: ClassVar[int] = 0
     #: measured launch configurations, which go before the heuristics' (:mod:`moe_core.tuning`)
     tuned: Tuned | None = None
 

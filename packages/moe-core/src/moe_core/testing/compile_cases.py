@@ -129,6 +129,8 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
                 text = f"{experts.__name__} {str(weight_key).partition(' ')[0]} {name} {tokens} {wanted.name}"
                 rows = experts.accepted_spills
                 accepted = rows[0] if hidden % 16 == size % 16 == 0 else rows[1]
+                if wanted.lora:
+                    accepted = max(accepted, experts.accepted_lora_spills)
                 yield Specimen(text, partial(call_on_meta, made, tokens, mapped=wanted.mapped), accepted)
                 break
         if weight_key is not None and weight_key.permuted and weight_key.group_size != -1:

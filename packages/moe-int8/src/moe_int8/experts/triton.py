@@ -58,6 +58,8 @@ class TritonInt8Experts(Int8ScaledMMExperts):
 
     #: two int32 accumulators beside scales, zero points and NaN flags (most: Triton 3.6, sm90, without a gate: 328)
     accepted_spills = (424, 424)
+    #: of both halves, with zero points (Triton 3.6, sm90)
+    accepted_lora_spills = 736
 
     claims = Claims(
         devices=(cuda(min=80), hip("gfx942", "gfx950")),
