@@ -169,7 +169,7 @@ def _draw(counter, total):
         mov.b32 $0, 0;
         @first atom.relaxed.gpu.global.inc.u32 $0, [$2], $3;
         }""",
-        "=r,r,l,r",
+        "=&r,r,l,r",
         [thread, counter.to(gl.int64), last],
         dtype=gl.int32,
         is_pure=False,

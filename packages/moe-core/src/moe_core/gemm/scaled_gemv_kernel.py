@@ -23,7 +23,7 @@ from moe_core.gemm.schedule import expert_of, locate_vector
 from moe_core.gemm.tile_kernel import finish_tile
 from moe_core.jit.casts import divide, divide_all, saturate, scale_product
 from moe_core.jit.gluon import barrier, reinterpret
-from moe_core.jit.pdl import begin_pdl
+from moe_core.jit.pdl import begin_pdl, wait_at_first
 from moe_core.jit.registers import split_last
 from moe_core.ops._quantize_kernels import INFINITY_BITS, magnitude_bits
 
@@ -327,6 +327,7 @@ def scaled_gemv_kernel(
         local = _per_vector(exists, tile)
     else:
         if own_expert < 0:
+            wait_at_first(PDL and SECOND)
             return
         expert = own_expert + gl.arange(0, 1, layout=of_pairs)
     weights, scales, stride_e, stride_n, stride_k, scale_e, scale_half, scale_n = b_args

@@ -55,7 +55,7 @@ from moe_core.gemm.schedule import expert_of, locate, tile_of
 from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.jit.activation import activate
 from moe_core.jit.casts import downcast
-from moe_core.jit.pdl import begin_pdl
+from moe_core.jit.pdl import begin_pdl, wait_at_first
 from moe_core.ops._quantize_kernels import finite_bits, magnitude_bits
 
 
@@ -258,6 +258,7 @@ def grouped_gemm_kernel(
     subtiles = tl.load(schedule[0]) * SUBTILES
     pid = tl.program_id(0)
     if pid >= subtiles * blocks_n * SPLIT_K:
+        wait_at_first(PDL and not GEMM1)
         return
     k_part = pid % SPLIT_K
     subtile, block_n = tile_of(pid // SPLIT_K, subtiles, blocks_n, GROUP_M)

@@ -15,3 +15,13 @@ def begin_pdl(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_at_first(PDL: tl.constexpr):
+    """For programs that end before they have waited: the first of all waits all the same.
+
+    A launch of which no program waits may end before the launch before it, and the next one waits for this one only.
+    """
+    if PDL and tl.program_id(0) == 0:
+        tl.extra.cuda.gdc_wait()

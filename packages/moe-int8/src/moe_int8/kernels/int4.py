@@ -56,7 +56,7 @@ def unpack(words):
         wide = words.to(tl.int32)
         return (wide << 4).to(tl.int8), (wide & 0xF0).to(tl.int8)
     else:
-        return tl.inline_asm_elementwise(_UNPACK, "=r,=r,r", [words], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_UNPACK, "=&r,=r,r", [words], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
 
 
 @triton.jit

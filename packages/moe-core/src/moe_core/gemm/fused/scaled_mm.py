@@ -37,7 +37,8 @@ from moe_core.workspace import WorkspaceSpec
 MAX_ROWS_QUANTIZED_ON_LOAD = 32
 #: columns of h up to which programs are so short that a launch of its own quantises it faster
 MAX_SHORT = 512
-#: rows per expert, in the mean, up to which gemm2 may read h before it is quantised: more than such tiles are taken for
+#: rows per expert, in the mean, up to which gemm2 may quantise h while it loads it: beyond, room for it would cost more
+#: than the launch that it saves
 MAX_MEAN_ON_LOAD = 128
 
 #: of the activations' scales

@@ -102,9 +102,9 @@ def quantized(
 ) -> tuple[WorkspaceSpec, ...]:
     """Values [rows, columns] and their scales [rows], or [rows, groups] (None: values hold them), of ``name``.
 
-    Those of h are read by gemm2, all others are x.
+    "x" and "sorted" are read before gemm2 alone.
     """
-    phase = None if name == "h" else BEFORE_GEMM2
+    phase = BEFORE_GEMM2 if name in ("x", "sorted") else None
     values = WorkspaceSpec(f"{name}_values", (rows, columns), dtype, phase)
     if scale_dtype is None:
         return (values,)

@@ -28,7 +28,7 @@ from moe_core.gemm.marlin.integer_dot import integer_dot
 from moe_core.gemm.marlin.operand import scale_of, zero_of
 from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
-from moe_core.jit.pdl import begin_pdl
+from moe_core.jit.pdl import begin_pdl, wait_at_first
 from moe_core.jit.prefetch import prefetch_l2
 from moe_core.jit.registers import both_halves, half_of, split_last, unpack, word_pointers
 
@@ -237,6 +237,7 @@ def gemv_kernel(
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
     pair, row, block, expert = locate_vector(row_args, tl.cdiv(rows_all, BLOCK_N), SECOND)
     if expert < 0:
+        wait_at_first(PDL and SECOND)
         if FINALIZE:
             store_zeros(result, N, pair, block * BLOCK_N + tl.arange(0, BLOCK_N))
         return

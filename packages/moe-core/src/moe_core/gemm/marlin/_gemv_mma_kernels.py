@@ -29,7 +29,7 @@ from moe_core.gemm.marlin.hopper_words import (
 from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
-from moe_core.jit.pdl import begin_pdl
+from moe_core.jit.pdl import begin_pdl, wait_at_first
 
 # columns of the right operand
 COLUMNS = gl.constexpr(8)
@@ -147,6 +147,7 @@ def gemv_mma_kernel(
     rows_all = gl.cdiv(N, 8) * 16 if epilogue.gated else N
     pair, vector, block, expert = locate_vector(row_args, gl.cdiv(rows_all, HEIGHT), SECOND)
     if expert < 0:
+        wait_at_first(PDL and SECOND)
         if FINALIZE:
             places: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             store_zeros(result, N, pair, block * HEIGHT + gl.arange(0, HEIGHT, layout=places))
