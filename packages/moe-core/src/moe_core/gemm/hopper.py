@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_core.gemm.hopper_epilogue import finish_block
 from moe_core.gemm.hopper_pipeline import (
@@ -29,11 +29,13 @@ from moe_core.gemm.hopper_pipeline import (
     LAYOUT,
     TILE,
     allocate_barriers,
+    allocate_meeting,
     allocate_queue,
     is_short,
     producer,
     receive,
 )
+from moe_core.jit.gluon import barrier
 from moe_core.jit.pdl import begin_pdl
 
 
@@ -73,7 +75,7 @@ def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.c
 
 
 @gluon.jit
-def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, WARPGROUP: gl.constexpr):
+def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, sizes, form, WARPGROUP: gl.constexpr):
     """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store; see `_share`."""
     pairs = schedule[2]
     tiles, blocks_n, steps, N = sizes
@@ -86,6 +88,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
     store: gl.constexpr = LAYOUT if bits == 32 else rows_first
     BLOCKS: gl.constexpr = 1 if GATED else 2
     turn = 0
+    shorts = 0
     received = 1
     index, tile = receive(queue, 0)
     ahead = _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP)
@@ -107,11 +110,17 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, sizes, fo
         weight = None
         if epilogue.weights is not None:
             weight = gl.load(epilogue.weights + ahead[1][0])[:, None]
+        if form.short:
+            mbarrier.wait(met, (shorts & 1) ^ 1)
         zero = turn - turn  # 0 as a value that changes
         acc_0, acc_1, taken = form.multiply(
             zero, ahead[0], row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
         )
         turn += taken * stride
+        if form.short:
+            barrier()
+            mbarrier.arrive(met, pred=short)
+            shorts += short.to(gl.int32)
         ahead = _prefetch(next_tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP)
         if first < end:
             rows = (first, end, target, place)
@@ -152,6 +161,7 @@ def hopper_kernel(
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, DEPTH], b_desc.layout)
     full, empty = allocate_barriers(STAGES, 1)
     queue = allocate_queue()
+    met = allocate_meeting()
     fence_async_shared()
     ring = (a_tiles, b_tiles, full, empty)
     tiles = gl.load(schedule[0])
@@ -163,8 +173,8 @@ def hopper_kernel(
     # constants stand here and not in variables, which would turn them into values
     gl.warp_specialize(
         [
-            (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, gl.constexpr(0))),
-            (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, sizes, form, gl.constexpr(1))),
+            (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, met, sizes, form, gl.constexpr(0))),
+            (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, met, sizes, form, gl.constexpr(1))),
             (
                 producer,
                 (a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, strides, second, form, BLOCKS),

@@ -11,7 +11,7 @@ producer draws ahead, finds where the tile is, and tells the consumers by a queu
 
 A short tile, the end of an expert with at most 64 rows, is the work of one consumer.  Where `short` the two consumers
 multiply the same rows by neighbouring column blocks, each from slots of its own, every other one of the ring.  Its
-items of odd column blocks are nobody's.
+items of odd column blocks are nobody's.  Behind it the two meet, see `allocate_meeting`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,18 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
         mbarrier.init(full.index(slot), count=PRODUCERS)
         mbarrier.init(empty.index(slot), count=2)
     return full, empty
+
+
+@gluon.jit
+def allocate_meeting():
+    """A barrier at which both consumers arrive when they have multiplied a short tile.
+
+    A wait for a phase also ends while the phase before it is not complete.  Slots of the other consumer were not
+    waited for, so that before the next tile asks for one of them, the other must have seen it filled.
+    """
+    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(met, count=2)
+    return met
 
 
 @gluon.jit
