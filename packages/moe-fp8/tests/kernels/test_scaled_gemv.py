@@ -95,6 +95,17 @@ def test_a_few_tokens(kind, tokens, device):
     checked(device, kind, call={"tokens": tokens}, num_experts=128, num_local_experts=128)
 
 
+@kinds
+@pytest.mark.parametrize("fuse_finalize", [False, True])
+def test_the_order_of_programs_changes_no_bit(kind, fuse_finalize, device):
+    outs = []
+    for along_m in (False, True):
+        config = GemvConfig(32, 32, 4, num_stages=2, along_m=along_m)
+        plan = GemvPlan(config, config, pdl=True, fuse_finalize=fuse_finalize)
+        outs.append(checked(device, kind, plan, {"tokens": 7, "routing": "invalid"}, num_local_experts=12))
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("kind", ["block", "channel"])
 def test_weights_on_the_input(kind, device):
     checked(device, kind, top_k=1, apply_router_weight_on_input=True)

@@ -17,9 +17,9 @@ CONFIG = FusedMoEConfig(num_experts=32, top_k=4, hidden_size=468, intermediate_s
 pytestmark = pytest.mark.gpu
 
 
-def checked(device, block_n=16, block_w=128, pdl=True, call=None, fuse_finalize=False, **changes):
+def checked(device, block_n=16, block_w=128, pdl=True, call=None, fuse_finalize=False, along_m=False, **changes):
     """The output of a layer, by two launches of the kernel."""
-    config = GemvConfig(block_n, block_w, 4, mma_sync=True)
+    config = GemvConfig(block_n, block_w, 4, mma_sync=True, along_m=along_m)
     experts = with_gemv(MarlinMxfp4Experts, GemvPlan(config, config, pdl, fuse_finalize))
     launches = []
     with observe(launches.append):
@@ -59,7 +59,9 @@ def test_gpt_oss(pdl, device):
 @pytest.mark.parametrize("on_input", [False, True])
 def test_a_few_tokens(tokens, on_input, device):
     top_k = 1 if on_input else 4
-    checked(device, call={"tokens": tokens}, top_k=top_k, apply_router_weight_on_input=on_input)
+    changes = {"top_k": top_k, "apply_router_weight_on_input": on_input}
+    outs = [checked(device, call={"tokens": tokens}, along_m=along_m, **changes) for along_m in (False, True)]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "invalid", "nothing"])

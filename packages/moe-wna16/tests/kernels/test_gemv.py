@@ -63,9 +63,13 @@ def test_blocks_of_every_size(block_n, block_w, device):
     layer().check(device, tokens=2, made=experts)
 
 
-def test_a_few_tokens_that_may_share_experts(device):
-    ids = torch.tensor([[3, 60], [60, 7], [3, 7], [-1, 60]])
-    layer(num_experts=64, num_local_experts=64, top_k=2).check(device, tokens=4, ids=ids)
+@pytest.mark.parametrize("along_m", [False, True])
+def test_a_few_tokens_that_may_share_experts(along_m, device):
+    few = layer(num_experts=64, num_local_experts=64, top_k=2)
+    experts = few.made(device)
+    config = GemvConfig(16, 32, 1, along_m=along_m)
+    experts.gemv_plan = lambda *arguments: GemvPlan(config, config)
+    few.check(device, tokens=4, ids=torch.tensor([[3, 60], [60, 7], [3, 7], [-1, 60]]), made=experts)
 
 
 def test_pairs_without_an_expert_add_nothing(device):

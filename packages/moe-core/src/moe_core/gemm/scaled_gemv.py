@@ -69,6 +69,7 @@ class ScaledGemvLayer(GemvLayer):
             STEPS=-(-weight.k // (COLUMNS * lanes)),
             VECTORS=pairs if finalize else 0,
             SECOND=second,
+            ALONG_M=config.along_m,
             pdl=pdl,
             num_warps=config.num_warps,
         )

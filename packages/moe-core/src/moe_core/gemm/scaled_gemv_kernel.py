@@ -280,11 +280,12 @@ def scaled_gemv_kernel(
     STEPS: gl.constexpr,
     VECTORS: gl.constexpr,
     SECOND: gl.constexpr,
+    ALONG_M: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out[pair] = epilogue(w x[row]), N columns (of a half); programs by pair and ROWS rows of w.
 
-    - row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel
+    - row_args, SECOND and ALONG_M as in `locate_vector`, result and epilogue as in the tile kernel
     - VECTORS > 0, of gemm2: programs by token and ROWS rows, of all its VECTORS pairs at a time, whose results they add
       up: out[token]; groups of warps have a pair each
     - x_scales [E] of static activations, or None; K is a multiple of 16
@@ -314,7 +315,7 @@ def scaled_gemv_kernel(
         gl.allocate_shared_memory(gl.int32, [TURNS, VECTOR_ROWS if INTEGERS else 2 * VECTOR_ROWS, 4 * LANES], plain),
         gl.allocate_shared_memory(gl.float32, [TURNS if form.group != 0 else 1, VECTOR_ROWS, LANES], plain),
     )
-    first_pair, vector_row, block, own_expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND)
+    first_pair, vector_row, block, own_expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND, ALONG_M)
     local = None
     if VECTORS > 0:
         # programs are by token

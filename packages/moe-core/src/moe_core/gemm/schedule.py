@@ -70,11 +70,19 @@ def expert_of(row, inside, row_args, IN_USE: tl.constexpr):
 
 
 @triton.jit
-def locate_vector(row_args, blocks, SECOND: tl.constexpr):
+def locate_vector(row_args, blocks, SECOND: tl.constexpr, ALONG_M: tl.constexpr):
     """(pair, row of the vector, row block, local expert) of a program that multiplies the vector of one pair.
 
     row_args: of "pairs" in `expert_of`; SECOND: each pair has a vector of its own, otherwise a token's pairs share one.
+    ALONG_M: neighbouring programs have one row block, of all pairs; otherwise one pair, and all row blocks.
     """
-    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    index = tl.program_id(0)
+    if ALONG_M:
+        pairs = tl.num_programs(0) // blocks
+        pair = (index % pairs).to(tl.int64)
+        block = index // pairs
+    else:
+        pair = (index // blocks).to(tl.int64)
+        block = index % blocks
     row = pair if SECOND else pair // row_args[2]
-    return pair, row, tl.program_id(0) % blocks, expert_of(pair, pair >= 0, row_args, "pairs")
+    return pair, row, block, expert_of(pair, pair >= 0, row_args, "pairs")

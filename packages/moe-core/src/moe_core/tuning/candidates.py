@@ -15,7 +15,7 @@ from moe_core.tuning.limits import ASKED, NUMBERS, Plan, refusals
 #: what decides most first: parts of k loops, steps in flight, warps, tiles, what shares L2, how weights are read
 ORDER = (
     *("split_k", "num_stages", "num_warps", "block_m", "block_n", "block_w"),
-    *("group_m", "tma", "max_registers", "swap_ab"),
+    *("group_m", "tma", "max_registers", "swap_ab", "along_m"),
 )
 
 

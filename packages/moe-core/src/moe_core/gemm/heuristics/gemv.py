@@ -1,35 +1,44 @@
-"""Launch configurations of a layer whose pairs are not sorted, for tokens that share little of what is read of weights.
+"""Launch configurations of a layer whose pairs are not sorted, for few tokens.
 
-A pair reads its expert's weights; tiles read them once for each expert that is reached, by random choice.
+A pair reads its expert's weights, from L2 where another pair of that expert has just read them; tiles read them once
+for each expert that is reached, by random choice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from moe_core.gemm.heuristics.mixed_input import RESIDENT_4, takes_8_rows
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import MAX_PARTIALS, RESIDENT, steps_of
 
-#: tokens up to which e2m1 with `mma.sync`, and 8-bit weights with 8-bit activations, are taken: more would gain a few
-#: per cent under uniform routing, but share more experts, and lose to tiles, under any other
-MOST_BY_MMA_SYNC = 4
-MOST_SCALED = 4
-#: pairs for each expert that is reached, up to which e2m1 is ahead
-SHARED_BY_MMA_SYNC = 1.4
-#: bytes of 8-bit weights that may be read again, by experts of less and of more than SMALL bytes
-AGAIN = {"e4m3": (28e6, 14e6), "int8": (40e6, 28e6)}
-SMALL = 20e6
+#: pairs for each expert that is reached, up to which vectors are ahead of tiles on sm_90, for more than one token:
+#: (tokens up to which that holds, of experts of more than SMALL numbers, of smaller ones).  More tokens would gain a
+#: few per cent under uniform routing, but share more experts, and lose to tiles, under any other
+SHARED: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "int4": ((4, 1.47, 1.47), (12, 1.3, 1.4), (16, 1.3, 1.3), (inf, 1.2, 1.2)),
+    "int8": ((8, 1.5, 1.5), (12, 1.4, 1.4), (inf, 1.15, 1.15)),
+    "e4m3": ((8, 1.07, 1.2), (inf, 1.07, 1.07)),
+    "e2m1": (),
+    "e2m1 by mma.sync": ((8, 1.4, 1.4),),
+    "scaled e4m3 in blocks": ((8, 1.105, 1.25),),
+    "scaled e4m3": ((8, 1.23, 1.25),),
+    "scaled int8": ((8, 1.4, 1.4), (12, 0.0, 1.4)),
+}
+SMALL = 14e6
+#: the same on GPUs without tiles of 8 rows
+SHARED_ELSEWHERE = {"int8": 1.15, "e4m3": 1.07}
+#: tokens of 8-bit weights and activations
+MOST_SCALED = 12
+#: bytes that pairs read again, from which on neighbouring programs have the same rows of weights; with less they have
+#: the same pair, and rows that lie side by side
+AGAIN = 17e6
 #: warps of words that 132 multiprocessors hold at a time, 128 registers a thread; and parts of that many which are
 #: enough for a round, and for each of several
 RESIDENT_WARPS = 4 * RESIDENT_4
 FULL = 0.6
 FULL_ROUNDS = 0.8
-#: pairs for each expert that is reached, up to which words are ahead of tiles: of large experts, and of small ones
-SHARED = {"int4": (1.2, 1.25), "int8": (1.15, 1.175), "e4m3": (1.07, 1.1)}
-#: numbers of an expert that is small, and tokens up to which that was measured
-SMALL_WORDS = {"int4": 8e6, "int8": 10e6, "e4m3": 8e6}
-MOST_SMALL = 8
 #: columns of vectors up to which they have room in shared memory: numbers of e4m3 are float16 there, those beside e2m1
 #: stand in eight columns
 LONGEST = {"e4m3": 32768, "int8": 65536, "e2m1": 16384}
@@ -49,6 +58,8 @@ class GemvConfig:
     ``block_w`` words are multiplied at a time; ``num_stages`` times as many are requested ahead, by the kernel of 8-bit
     weights and activations.  ``mma_sync``: 4-bit words are multiplied by `mma.sync`: four warps have 64 rows, or share
     the columns of 32 or 16, and ``block_w`` words of each row are requested ahead.
+
+    ``along_m``: neighbouring programs have the same rows of weights, of all pairs; what pairs share comes from L2.
     """
 
     block_n: int
@@ -56,6 +67,7 @@ class GemvConfig:
     num_warps: int
     mma_sync: bool = False
     num_stages: int = 1
+    along_m: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,34 +94,41 @@ class GemvPlan:
 
 def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     """The plan for one token, or a few that share few experts; None for more."""
-    pairs, element = tokens * problem.top_k, problem.element
+    pairs, reached = tokens * problem.top_k, problem.reached(tokens)
     scaled = problem.family == "scaled_mm"
-    by_mma_sync = element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
-    if pairs * problem.hidden_size > MAX_PARTIALS or (scaled and not _takes_scaled(problem, tokens)):
+    by_mma_sync = problem.element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
+    if pairs * problem.hidden_size > MAX_PARTIALS or (scaled and not _takes_scaled(problem)):
         return None
-    if tokens > 1 and not scaled:
-        if element == "e2m1" and tokens > (MOST_BY_MMA_SYNC if by_mma_sync else 1):
-            return None
-        if pairs > (SHARED_BY_MMA_SYNC if by_mma_sync else _shared(problem, tokens)) * problem.reached(tokens):
-            return None
+    if tokens > 1 and pairs > _shared(problem, tokens, by_mma_sync) * reached:
+        return None
     if scaled:
-        return _scaled_plan(problem, tokens)
-    pdl = 90 <= problem.capability < 120
-    plan = _mma_sync_plan(problem, tokens) if by_mma_sync else _words_plan(problem, tokens, pdl)
-    return replace(plan, fuse_finalize=problem.top_k == 1)
+        plan = _scaled_plan(problem, tokens)
+    else:
+        pdl = 90 <= problem.capability < 120
+        plan = _mma_sync_plan(problem, tokens) if by_mma_sync else _words_plan(problem, tokens, pdl)
+        plan = replace(plan, fuse_finalize=problem.top_k == 1)
+    along_m = (pairs - reached) * _expert(problem) * problem.bits / 8 >= AGAIN
+    gemm1, gemm2 = (replace(config, along_m=along_m) for config in (plan.gemm1, plan.gemm2))
+    return replace(plan, gemm1=gemm1, gemm2=gemm2)
 
 
-def _shared(problem: LayerProblem, tokens: int) -> float:
-    """Pairs for each expert that is reached, up to which words are ahead of tiles.
+def _shared(problem: LayerProblem, tokens: int, by_mma_sync: bool) -> float:
+    """Pairs for each expert that is reached, up to which vectors are ahead of tiles; 0 for more tokens than any.
 
-    In int4 a pair takes two thirds of the time of an expert's tile of 16 rows, which takes less the more there are, and
-    four fifths of that of one of 8 rows; still less where tiles of small experts have little to do.
+    Beside tiles of 16 rows of int4 a pair takes two thirds of the time of an expert, which takes less the more there
+    are.  Tiles of small experts use the memory worse; pairs of int8 have the least to do, and its tiles the most.
     """
-    if problem.element == "int4" and not takes_8_rows(problem):
+    element, scaled = problem.element, problem.family == "scaled_mm"
+    if element == "int4" and not takes_8_rows(problem):
         return 1.55 - tokens / 64
-    one_pair = problem.element == "int4" and problem.top_k == 1
-    small = one_pair or _expert(problem) <= SMALL_WORDS[problem.element]
-    return SHARED[problem.element][small and tokens <= MOST_SMALL]
+    if not scaled and problem.capability != 90 and element in SHARED_ELSEWHERE:
+        return SHARED_ELSEWHERE[element]
+    kind: str = "e2m1 by mma.sync" if by_mma_sync else element
+    if scaled:
+        kind = f"scaled {element} in blocks" if element == "e4m3" and problem.group_size != -1 else f"scaled {element}"
+    # of one pair there is little to read besides
+    small = _expert(problem) <= SMALL or (element == "int4" and problem.top_k == 1)
+    return next((limits[small] for most, *limits in SHARED[kind] if tokens <= most), 0.0)
 
 
 def _expert(problem: LayerProblem) -> int:
@@ -121,20 +140,15 @@ def _has_room(problem: LayerProblem) -> bool:
     return max(problem.hidden_size, problem.intermediate_size) <= LONGEST[problem.element]
 
 
-def _takes_scaled(problem: LayerProblem, tokens: int) -> bool:
-    """Whether vectors are for 8-bit weights and activations, and ahead: two or three launches instead of four or five.
+def _takes_scaled(problem: LayerProblem) -> bool:
+    """Whether vectors are for 8-bit weights and activations: two or three launches instead of four or five.
 
-    Measured on sm_90 alone.  What pairs read again of an expert costs the more, the better tiles of such an expert use
-    the memory.
+    Measured on sm_90 alone.
     """
     hidden, size = problem.hidden_size, problem.intermediate_size
     if problem.capability != 90 or problem.bits != 8 or not problem.may_split or hidden % 16 or size % 16:
         return False
-    if tokens > MOST_SCALED or not _has_room(problem):
-        return False
-    expert = _expert(problem)
-    again = (tokens * problem.top_k - problem.reached(tokens)) * expert
-    return tokens == 1 or again <= AGAIN[problem.element][expert > SMALL]
+    return _has_room(problem)
 
 
 def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:

@@ -224,18 +224,19 @@ def gemv_kernel(
     BLOCK_W: tl.constexpr,
     EVEN: tl.constexpr,
     SECOND: tl.constexpr,
+    ALONG_M: tl.constexpr,
     FINALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = epilogue(w x[row]), N columns; programs by pair and BLOCK_N rows of w.
 
-    row_args and SECOND as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are gate and
-    up interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin when all
-    before it was done.  FINALIZE: a token has one pair, and `result` is the layer's.
+    row_args, SECOND and ALONG_M as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are
+    gate and up interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin
+    when all before it was done.  FINALIZE: a token has one pair, and `result` is the layer's.
     """
     begin_pdl(PDL and not SECOND)
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N
-    pair, row, block, expert = locate_vector(row_args, tl.cdiv(rows_all, BLOCK_N), SECOND)
+    pair, row, block, expert = locate_vector(row_args, tl.cdiv(rows_all, BLOCK_N), SECOND, ALONG_M)
     if expert < 0:
         wait_at_first(PDL and SECOND)
         if FINALIZE:

@@ -134,6 +134,7 @@ def gemv_mma_kernel(
     DEPTH: gl.constexpr,
     EVEN: gl.constexpr,
     SECOND: gl.constexpr,
+    ALONG_M: gl.constexpr,
     FINALIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -145,7 +146,7 @@ def gemv_mma_kernel(
     begin_pdl(PDL and not SECOND)
     HEIGHT: gl.constexpr = ROWS // form.parts
     rows_all = gl.cdiv(N, 8) * 16 if epilogue.gated else N
-    pair, vector, block, expert = locate_vector(row_args, gl.cdiv(rows_all, HEIGHT), SECOND)
+    pair, vector, block, expert = locate_vector(row_args, gl.cdiv(rows_all, HEIGHT), SECOND, ALONG_M)
     if expert < 0:
         wait_at_first(PDL and SECOND)
         if FINALIZE:
