@@ -16,7 +16,7 @@ from moe_core.gemm.hopper_launch import TILE
 from moe_core.gemm.launch import GemmWeight, WarpSpecialisedGemm
 from moe_core.gemm.plan import TileConfig, TilePlan
 from moe_core.ops.batch import Batch
-from moe_fp8_managed import managed_copy
+from moe_core_managed import managed_copy
 from moe_fp8_products import CONFIG, COUNTS, SHORT, Product, no_tiles
 
 WIDE, NARROW = 2**-9 + 2**-10, 2**-4 / 3**0.5 + 2**-10
