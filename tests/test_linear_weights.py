@@ -91,6 +91,24 @@ def test_biases_stay(tmp_path: Path) -> None:
     assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 0.5, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("scale", ["k_scale", "output_scale"])
+def test_scales_of_the_cache_say_nothing_of_the_weight(tmp_path: Path, scale: str) -> None:
+    tensors = {
+        "a.k_proj.weight": torch.ones(4, 8).to(torch.float8_e4m3fn),
+        "a.k_proj.weight_scale_inv": torch.full((1, 1), 0.5),
+        f"a.k_proj.{scale}": torch.ones(1),
+    }
+    checkpoint = folder_of(tmp_path, tensors, quant_method="fp8", weight_block_size=[128, 128])
+    (linear,) = quantized_linears(checkpoint, checkpoint.names)
+    # nothing is left over to be loaded beside it
+    assert set(linear.tensors) == set(tensors)
+    assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 0.5, dtype=torch.float16))
+    other = {name.replace("k_proj", "o_proj"): tensor for name, tensor in tensors.items()}
+    checkpoint = folder_of(tmp_path, other, quant_method="fp8", weight_block_size=[128, 128])
+    with pytest.raises(mc.CheckpointError, match=rf"a\.o_proj\.{scale}"):
+        list(quantized_linears(checkpoint, checkpoint.names))
+
+
 def test_tensors_that_fit_no_shape_are_refused(tmp_path: Path) -> None:
     tensors = {"a.b.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.b.weight_scale_inv": torch.ones(2, 1)}
     checkpoint = folder_of(tmp_path, tensors, quant_method="fp8", weight_block_size=[128, 128])

@@ -111,6 +111,12 @@ def test_other_names(tmp_path: Path) -> None:
     check(source(tmp_path, experts.one_by_one({"gate": "w1", "up": "w3", "down": "w2"})), experts)
 
 
+@pytest.mark.parametrize("spelling", ["float8_e4m3fn", "e4m3fn", "E4M3"])
+def test_spellings_of_the_weights_type(tmp_path: Path, spelling: str) -> None:
+    experts = Blocks()
+    check(source(tmp_path, experts.one_by_one(), quantization_config={**QUANTIZATION, "fmt": spelling}), experts)
+
+
 def test_without_a_gate(tmp_path: Path) -> None:
     experts = Blocks(gated=False)
     found = source(tmp_path, experts.one_by_one(), hidden_act="relu2")

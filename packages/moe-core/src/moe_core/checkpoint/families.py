@@ -177,7 +177,7 @@ FAMILIES: dict[str, Family] = {
     "mellum": _softmax(True),
     "mimo_v2_flash": _deepseek(1.0),
     "minimax": Family(renormalize=True, outside=frozenset({"mlp_alpha_factor", "mlp_beta_factor"})),
-    "minimax_m2": _biased(),
+    "minimax_m2": replace(_biased(), outside=frozenset({"layernorm_mlp_alpha", "layernorm_mlp_beta"})),
     "minimax_m3_vl": Family(
         scoring="sigmoid",
         renormalize=True,

@@ -24,6 +24,9 @@ from moe_core.quantization import dequantize_weight
 
 #: what holds a linear layer's weight, usual ones first
 _WEIGHTS = ("weight", "weight_packed", "qweight")
+#: scales of the cache of keys and values, beside the weights of what is cached (ModelOpt, AutoFP8, compressed-tensors)
+_CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "output_scale"})
+_CACHED = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 #: the projection under which a linear layer is shown to formats
 _ONLY = "down"
 
@@ -32,7 +35,7 @@ _ONLY = "down"
 class QuantizedLinear:
     """A linear layer whose weight is quantised in the checkpoint.
 
-    - ``name`` of the module ("model.layers.0.self_attn.q_proj"), ``tensors``: names of all that belongs to its weight
+    - ``name`` of the module ("model.layers.0.self_attn.q_proj"), ``tensors``: names of all it has but its bias
     - ``shape`` [rows, cols] of the weight
     """
 
@@ -76,10 +79,15 @@ def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[
         if weight is None or checkpoint.info(weight).dtype in PLAIN_DTYPES:
             continue
         found.pop("bias", None)
-        yield _resolve(checkpoint, module, found)
+        # the cache is quantised by its own scales, or not at all: they say nothing of the weight
+        cached = module.rpartition(".")[2] in _CACHED
+        of_weight = {suffix: name for suffix, name in found.items() if not cached or suffix not in _CACHE_SCALES}
+        yield _resolve(checkpoint, module, of_weight, tuple(found.values()))
 
 
-def _resolve(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> QuantizedLinear:
+def _resolve(
+    checkpoint: Checkpoint, module: str, found: Mapping[str, str], tensors: tuple[str, ...]
+) -> QuantizedLinear:
     indices = [int(part) for part in module.split(".") if part.isdecimal()]
     layer = LayerExperts(
         checkpoint,
@@ -98,7 +106,7 @@ def _resolve(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> Q
             f"{checkpoint.path}: {module} is a linear layer of the format {detected.format.name}, "
             "which reads experts alone"
         )
-    return QuantizedLinear(module, tuple(found.values()), _shape(layout), layout)
+    return QuantizedLinear(module, tensors, _shape(layout), layout)
 
 
 def _shape(layout: QuantizedLayout) -> tuple[int, int]:

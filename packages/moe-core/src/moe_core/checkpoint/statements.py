@@ -114,7 +114,8 @@ FACTS = (
     *(
         _fact(name, means=_lower)
         for name in (
-            *("quant_algo", "fmt", "scale_fmt", "activation_scheme", "data_type", "act_data_type", "expert_dtype"),
+            *("quant_algo", "fmt", "scale_fmt", "expert_dtype", "store_dtype"),
+            *("activation_scheme", "data_type", "act_data_type"),
             *("checkpoint_format", "format", "packing_format", "pack_dtype"),
         )
     ),

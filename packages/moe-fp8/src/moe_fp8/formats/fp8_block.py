@@ -17,18 +17,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from moe_core import GroupShape, is_e8m0, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
 from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, short
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 
 _SCALE = "weight_scale_inv"
-#: what entries may be, the default first
+#: what entries may be, in any letter case, the default first
 _ACCEPTED: Mapping[str, tuple[object, ...]] = {
-    "fmt": ("e4m3",),
+    "fmt": ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"),
     "expert_dtype": ("fp8", None),
+    "store_dtype": ("fp8", None),
     "activation_scheme": ("dynamic", "static"),
 }
+_OF_EXPERTS = ("expert_dtype", "store_dtype")
 
 
 class Fp8BlockFormat(QuantizedFormat):
@@ -38,7 +41,7 @@ class Fp8BlockFormat(QuantizedFormat):
     quant_methods = ("fp8",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        reason = reason_against_kind(quantization)
+        reason = reason_against_kind(quantization, layer)
         if reason is not None:
             return reason
         block = QuantEntries(quantization, str(layer.checkpoint.path / "config.json")).block("weight_block_size")
@@ -54,11 +57,19 @@ class Fp8BlockFormat(QuantizedFormat):
         return Fp8Storage(group, activation, why, exponent_bytes=exponents, scale=_SCALE)
 
 
-def reason_against_kind(quantization: Mapping[str, Any]) -> str | None:
-    """Why weights of ``quant_method: fp8`` are not e4m3, or activations not quantised as is known; None if so."""
+def reason_against_kind(quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
+    """Why weights of ``quant_method: fp8`` are not e4m3, or activations not quantised as is known; None if so.
+
+    What experts are stored as may stand beside the settings, at config.json's top level; it says nothing of weights
+    that are e4m3 (attention, beside experts in FP4).
+    """
+    beside = layer.checkpoint.config.get("expert_dtype")
+    stored = {layer.dtype(projection, "weight") for projection in layer.projections if layer.has(projection, "weight")}
     for name, accepted in _ACCEPTED.items():
-        found = quantization.get(name, accepted[0])
-        if found not in accepted:
+        if name in _OF_EXPERTS and stored == {torch.float8_e4m3fn}:
+            continue
+        found = quantization.get(name, beside if name == "expert_dtype" else accepted[0])
+        if (found.lower() if isinstance(found, str) else found) not in accepted:
             return f"{name} is {short(found)}, expected {' or '.join(map(repr, accepted))}"
     return None
 

@@ -26,7 +26,7 @@ class Fp8TensorFormat(QuantizedFormat):
     quant_methods = ("fp8",)
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
-        reason = reason_against_kind(quantization)
+        reason = reason_against_kind(quantization, layer)
         if reason is not None:
             return reason
         if quantization.get("weight_block_size") is not None:

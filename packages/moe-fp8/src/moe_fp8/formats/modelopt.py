@@ -1,5 +1,7 @@
 """NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and MXFP8 (any letter case).
 
+FP8_BLOCK_SCALES and FP8_PB are FP8_PB_WO: one checkpoint's two configs call the same tensors by two of these names.
+
 Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
 
 ==========================  ====================================  ===========================================
@@ -26,7 +28,8 @@ from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unkno
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
+_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PB")
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *_BLOCKS, "MXFP8")
 
 
 class ModelOptFp8Format(QuantizedFormat):

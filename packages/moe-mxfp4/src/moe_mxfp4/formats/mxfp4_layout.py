@@ -8,7 +8,8 @@ weight               scale                shape of the weight    tools
 ===================  ===================  =====================  ==========================
 ``blocks``           ``scales``           [rows, cols/32, 16]    gpt-oss (all experts at once)
 ``weight_packed``    ``weight_scale``     [rows, cols/2]         compressed-tensors, AutoRound
-``weight``           ``weight_scale``     [rows, cols/2]         Quark, ModelOpt
+``weight``           ``weight_scale``     [rows, cols/2]         Quark, ModelOpt, MiMo
+``weight``, int8     ``scale``            [rows, cols/2]         DeepSeek-V4
 ===================  ===================  =====================  ==========================
 
 gpt-oss has gate and up rows in turns, with every tool that keeps both in one tensor.
@@ -58,6 +59,7 @@ SCALES = ("scales", "weight_scale", "weight_scale_inv", "scale")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_CODES = (torch.uint8, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Mxfp4Layout(QuantizedLayout):
         flat = (rows, cols // 2)
         shape = (rows, cols // GROUP, GROUP_BYTES) if weight == "blocks" else flat
         why = f"two codes in a byte; {self.sized}"
-        check_expert_tensor(layer, projection, weight, shape, (torch.uint8,), why, also=(flat,))
+        check_expert_tensor(layer, projection, weight, shape, _CODES, why, also=(flat,))
         scale = self._scale(projection)
         groups = (rows, -(-cols // GROUP))
         check_expert_tensor(
@@ -211,7 +213,7 @@ class Mxfp4Layout(QuantizedLayout):
             return gate_rows_first(rows, dim=1) if mixed else rows
 
         def codes(stored: Tensor) -> Tensor:
-            return in_order(stored.flatten(2))
+            return in_order(stored.view(torch.uint8).flatten(2))
 
         def exponents(stored: Tensor) -> Tensor:
             return in_order(stored.view(torch.uint8))
