@@ -44,7 +44,8 @@ def compile_calls(
         keys, expert_map = (experts.weight_key, experts.activation_key), None if layer is None else layer.expert_map
         lora, routing = kernel.lora is not None, None if layer is None else layer.routing
         movement, mapped = type(kernel.prepare_finalize), expert_map is not None
-        kind = (type(experts), movement, kernel.config, keys, weights.device, tensors, mapped, lora, routing)
+        kind: tuple[object, ...] = (type(experts), movement, kernel.config, keys, weights.device, tensors, mapped)
+        kind += (lora, routing, getattr(experts, "tuned", None))
         if kind in done or not _compiles(kernel):
             continue
         done.add(kind)

@@ -569,6 +569,25 @@ def test_one_pair_of_a_token_needs_no_finalize_for_words_either() -> None:
         assert refusals(two, plan, 1, 1) == ["fuse_finalize: kernels of words add up no pairs of a token, which has 2"]
 
 
+def test_rows_of_other_ranks_share_more_than_they_seem_to() -> None:
+    """Rows that were sent here have an expert here each: beyond four, vectors are for hardly any shared expert."""
+    shape = (128, 8, 2048, 768)
+    for kind, most in (("int8 plain", 6), ("e4m3 blocks", 6), ("mixed int4", 6), ("mixed int8", 6)):
+        problem = problem_of(kind, shape, sharded=True)
+        assert [tokens for tokens in range(1, 20) if gemv_plan(problem, tokens)] == list(range(1, most + 1))
+    large = problem_of("mixed int4", (8, 2, 4096, 14336), sharded=True)
+    assert gemv_plan(large, 4) is not None
+
+
+def test_rows_of_h_have_room_for_a_program_of_words() -> None:
+    plan = gemv_plan(problem_of("mixed int4", (128, 8, 2048, 1408)), 1)
+    assert plan is not None
+    wide = replace(plan, gemm1=GemvConfig(256, 32, 4))
+    assert not refusals(problem_of("mixed int4", (128, 8, 2048, 1408)), wide, 1, 1)
+    plain = problem_of("mixed int4", (128, 8, 2048, 1408), gated=False)
+    assert refusals(plain, wide, 1, 1) == ["gemm1: block_n is 256, rows of h have room for 128 columns of a program"]
+
+
 def test_vectors_of_all_pairs_of_a_token_have_room() -> None:
     problem = problem_of("e4m3 blocks", (128, 8, 2048, 16384))
     plan = gemv_plan(problem, 1)

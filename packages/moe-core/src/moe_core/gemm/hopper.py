@@ -159,6 +159,7 @@ def hopper_kernel(
     DEPTH: gl.constexpr = a_desc.block_shape[1]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE, DEPTH], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * TILE, DEPTH], b_desc.layout)
+    gl.static_assert(STAGES % 2 == 0 or not form.short, "consumers of a short tile have every other slot")
     full, empty = allocate_barriers(STAGES, 1)
     queue = allocate_queue()
     met = allocate_meeting()

@@ -116,6 +116,7 @@ class GroupedExperts(FusedMoEExpertsModular):
             may_split=self.supports_split_k,
             batch_invariant=config.batch_invariant,
             balance=balance_of(self.device_info),
+            sharded=config.local_experts < config.num_experts,
         )
 
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:

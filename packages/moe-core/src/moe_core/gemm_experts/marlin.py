@@ -127,7 +127,9 @@ class MarlinExperts(GroupedExperts):
 
     @property
     def takes_vectors(self) -> bool:
-        return not self.batched and self.activation_key is None and self.config.dtype.itemsize == 2
+        # adapters read x and h between the launches
+        plain = self.activation_key is None and not self.config.is_lora_enabled
+        return plain and not self.batched and self.config.dtype.itemsize == 2
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.columns import Columns

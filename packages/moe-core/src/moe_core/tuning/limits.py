@@ -40,6 +40,8 @@ NUMBERS = {
     "group_m": (1, 64),
     "split_k": (1, MAX_SPLIT_K),
 }
+#: columns of h for which a program of gemm1 may find room: rows of h are whole so many columns
+WIDEST = 128
 #: bytes of shared memory for the vectors of a program
 _VECTORS = 128 << 10
 #: numbers that are no powers of two, by `mma_sync`, whose words are requested in steps
@@ -125,6 +127,8 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
             yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
         if config.mma_sync and (config.num_warps != 4 or config.block_n not in (16, 32, 64)):
             yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
+        if not scaled and name == "gemm1" and config.block_n > WIDEST * (2 if problem.gated else 1):
+            yield f"gemm1: block_n is {config.block_n}, rows of h have room for {WIDEST} columns of a program"
         if scaled and config.block_w > 128:
             yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
         if scaled and config.block_n > most:

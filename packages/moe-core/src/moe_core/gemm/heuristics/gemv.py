@@ -29,6 +29,10 @@ SHARED: dict[str, tuple[tuple[float, float, float], ...]] = {
 SMALL = 14e6
 #: the same on GPUs without tiles of 8 rows
 SHARED_ELSEWHERE = {"int8": 1.15, "e4m3": 1.07}
+#: the most of more than FEW tokens where experts are on several ranks: rows that other ranks send have an expert here
+#: each, and share more than rows that may have none
+SHARED_SENT = 1.2
+FEW = 4
 #: tokens of 8-bit weights and activations
 MOST_SCALED = 12
 #: bytes that pairs read again, from which on neighbouring programs have the same rows of weights; with less they have
@@ -99,7 +103,10 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     by_mma_sync = problem.element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
     if pairs * problem.hidden_size > MAX_PARTIALS or (scaled and not _takes_scaled(problem)):
         return None
-    if tokens > 1 and pairs > _shared(problem, tokens, by_mma_sync) * reached:
+    shared = _shared(problem, tokens, by_mma_sync)
+    if problem.sharded and tokens > FEW:
+        shared = min(shared, SHARED_SENT)
+    if tokens > 1 and pairs > shared * reached:
         return None
     if scaled:
         plan = _scaled_plan(problem, tokens)

@@ -36,7 +36,7 @@ class LayerProblem:
     ``num_experts`` of the layer, local or not; ``gated``: gemm1 has gate and up; ``dtype_bytes`` of the operands that
     activations become, 1, 2 or 4; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU; ``may_split``: partial sums of
     split-K have a place; ``batch_invariant``: a row's result is the same bits for every number of tokens; ``balance``
-    of the GPU, see `balance_of`.
+    of the GPU, see `balance_of`; ``sharded``: some of the experts are on other ranks.
 
     - ``group_size`` columns whose partial sum is scaled by itself, -1: only the finished sum
     - ``permuted``: each column has a scale of its own (activation order)
@@ -60,6 +60,7 @@ class LayerProblem:
     may_split: bool = True
     batch_invariant: bool = False
     balance: int = BALANCE
+    sharded: bool = False
 
     @property
     def bits(self) -> int:
