@@ -127,6 +127,7 @@ SCHEME = SchemeSpec(
         "moe_fp8.formats.modelopt:ModelOptFp8Format",
         "moe_fp8.formats.mxfp8:Mxfp8Format",
         "moe_fp8.formats.mxfp8:AutoRoundMxfp8Format",
+        "moe_fp8.formats.auto_round:AutoRoundFp8Format",
         "moe_fp8.formats.quark:QuarkFp8Format",
     ),
     quant_methods=("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "intel/auto-round", "quark"),
