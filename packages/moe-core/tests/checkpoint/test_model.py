@@ -67,7 +67,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
         RoutingConfig("sigmoid", routed_scaling_factor=2.5, has_correction_bias=True),
     ),
     "minimax_m2": (
-        {**OLD, "scoring_func": "sigmoid", "use_routing_bias": True},
+        {**OLD, "scoring_func": "sigmoid", "use_routing_bias": True, "layernorm_mlp_beta": 1.0},
         bias("e_score_correction_bias"),
         RoutingConfig("sigmoid", has_correction_bias=True),
     ),
@@ -92,6 +92,13 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
         RoutingConfig("sqrtsoftplus", routed_scaling_factor=1.5, has_correction_bias=True),
     ),
 }
+
+
+def test_steps_router_names_its_correction_bias_otherwise(tmp_path: Path) -> None:
+    found = model(tmp_path, {"model_type": "step3p5", **ROUTED}, bias("router_bias"))
+    assert found.config.routing == RoutingConfig("sigmoid", has_correction_bias=True)
+    assert found.config.activation is MoEActivation.SWIGLUSTEP
+    assert torch.equal(found.correction_bias, torch.arange(E).float())
 
 
 @pytest.mark.parametrize("model_type", SEVERAL)

@@ -18,6 +18,7 @@ BEGINS = (
     "mtp.layers.0.mlp",
     "model.mtp_block.layers.0.mlp",
     "model.layers.3.block_sparse_moe",
+    "model.layers.3.moe",
     "mlp",
     "",
     "model.layers\n.3.mlp",
@@ -35,6 +36,8 @@ ENDS = (
     "e_score_correction_bias",
     "12345678.up_proj.weight",
     "input_linear.weight",
+    "gate_proj.weight",
+    "gate_proj.7.weight_scale",
     "",
     "0.up_proj.weight\n",
 )
@@ -58,6 +61,24 @@ def test_one_pass_finds_what_single_names_say() -> None:
         for name, p in expected.items()
         if p is not None
     }
+
+
+def test_names_of_single_tools() -> None:
+    by_projection = parse_name("model.layers.3.mlp.experts.gate_proj.7.weight_scale")
+    assert by_projection is not None
+    assert (by_projection.expert, by_projection.projection, by_projection.suffix) == (7, "gate", "weight_scale")
+    for name, projection in (
+        ("moe.down_proj.weight_scale_inv", "down"),
+        ("block_sparse_moe.input_linear.weight", "gate_up"),
+    ):
+        bare = parse_name(f"model.layers.3.{name}")
+        assert bare is not None
+        assert (bare.expert, bare.projection, bare.block) == (
+            None,
+            projection,
+            f"model.layers.3.{name.partition('.')[0]}",
+        )
+    assert parse_name("model.layers.3.mlp.gate_proj.weight") is None
 
 
 def test_one_tensor_under_two_names() -> None:

@@ -98,6 +98,9 @@ def test_layer_configs_win(tmp_path: Path) -> None:
     layers = {PREFIX: {"weight": spec("per_channel")}}
     quantization = config(spec("per_tensor"), layer_quant_config=layers)
     check(source(tmp_path / "b", experts.tensors(), quantization), experts, kFp8StaticChannelSym, None)
+    layers = {"re:model\\.layers\\.0\\.mlp\\.experts\\.\\d+\\.": {"weight": spec("per_channel")}}
+    quantization = config(spec("per_tensor"), layer_quant_config=layers)
+    check(source(tmp_path / "d", experts.tensors(), quantization), experts, kFp8StaticChannelSym, None)
     types = {"Linear": {"weight": spec("per_channel")}}
     quantization = config(spec("per_tensor"), layer_type_quant_config=types)
     check(source(tmp_path / "c", experts.tensors(), quantization), experts, kFp8StaticChannelSym, None)

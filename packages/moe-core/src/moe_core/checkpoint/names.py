@@ -3,6 +3,7 @@
 ::
 
     <prefix>.experts.<expert>.<projection>.<suffix>       one tensor per expert
+    <prefix>.experts.<projection>.<expert>.<suffix>       the same
     <prefix>.experts.<projection>[_<suffix>|.<suffix>]    one tensor [E, ...] for all of them
 
 ``<prefix>`` ends with the block's own name (``model.layers.3.mlp``, ``….block_sparse_moe``, ``….mixer``,
@@ -32,10 +33,14 @@ PROJECTIONS = {
 
 _NAMED = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
 _PER_EXPERT = re.compile(rf"(?P<experts>.+\.experts)\.(?P<expert>[0-9]{{1,6}})\.(?P<proj>{_NAMED})\.(?P<suffix>.+)")
+_BY_PROJECTION = re.compile(rf"(?P<experts>.+\.experts)\.(?P<proj>{_NAMED})\.(?P<expert>[0-9]{{1,6}})\.(?P<suffix>.+)")
 _STACKED = re.compile(rf"(?P<experts>.+\.experts)\.(?P<proj>{_NAMED})(?:[._](?P<suffix>.+))?")
-# Granite's own names; the block has no part called experts
-_GRANITE = re.compile(r"(?P<experts>.+\.block_sparse_moe)\.(?P<proj>input_linear|output_linear)\.(?P<suffix>.+)")
-_GRANITE_PROJECTIONS = {"input_linear": "gate_up", "output_linear": "down"}
+# blocks that have no part called experts: Granite's, and Step's, whose projections have usual names
+_BARE = re.compile(
+    r"(?P<experts>.+(?:\.block_sparse_moe(?=\.(?:in|out)put_)|\.moe(?=\.(?:gate|up|down)_)))"
+    r"\.(?P<proj>input_linear|output_linear|gate_proj|up_proj|down_proj)\.(?P<suffix>.+)"
+)
+_BARE_PROJECTIONS = {**PROJECTIONS, "input_linear": "gate_up", "output_linear": "down"}
 
 # blocks that predict further tokens repeat the layer numbers of the model proper
 _ASIDE = re.compile(r"(^|\.)(mtp|nextn|draft|eagle)[^.]*\.")
@@ -62,9 +67,10 @@ class ExpertName:
 def parse_name(name: str) -> ExpertName | None:
     """The parts of an expert tensor's name; None for any other tensor."""
     if _EXPERTS not in name:
-        match, projections = _GRANITE.fullmatch(name), _GRANITE_PROJECTIONS
+        match, projections = _BARE.fullmatch(name), _BARE_PROJECTIONS
     else:
-        match, projections = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name), PROJECTIONS
+        match = _PER_EXPERT.fullmatch(name) or _BY_PROJECTION.fullmatch(name) or _STACKED.fullmatch(name)
+        projections = PROJECTIONS
     if match is None or _ASIDE.search(name):
         return None
     indices = _LAYER.findall(match["experts"])

@@ -113,9 +113,9 @@ def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLa
 
     Weights that are not quantised, and outputs that are, are read by none.
 
-    ``layer_quant_config`` goes by name or pattern and wins over ``layer_type_quant_config`` (by class) and
-    ``global_quant_config``.  ``exclude`` is not looked at: Quark leaves experts out without saying so, therefore the
-    tensors tell whether a layer is quantised.
+    ``layer_quant_config`` goes by name or pattern ("*", or a regular expression behind "re:") and wins over
+    ``layer_type_quant_config`` (by class) and ``global_quant_config``.  ``exclude`` is not looked at: Quark leaves
+    experts out without saying so, therefore the tensors tell whether a layer is quantised.
     """
     return layer.understood(quantization, _quark_layer)
 
@@ -148,7 +148,11 @@ def _chooser(entries: QuantEntries) -> Callable[[str], QuantEntries]:
     kept = NamePatterns()
     patterns = []
     if by_name is not None:
-        patterns = [(key, kept.wildcard(key, f"{by_name.where}: the key")) for key in by_name.entries]
+        where = f"{by_name.where}: the key"
+        patterns = [
+            (key, kept.regular(key[3:], where) if key.startswith("re:") else kept.wildcard(key, where))
+            for key in by_name.entries
+        ]
     by_class = None
     for key in by_type.entries if by_type is not None else ():
         if by_type is not None and key.rpartition(".")[2].removesuffix("'>") == "Linear":

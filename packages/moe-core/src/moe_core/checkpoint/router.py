@@ -25,6 +25,7 @@ CORRECTION_BIASES = (
     "gate.e_score_correction_bias",
     "e_score_correction_bias",
     "router.e_score_correction_bias",
+    "router_bias",
     "moe_statics.e_score_correction_bias",
     "gate.moe_statics.e_score_correction_bias",
     "gate.expert_bias",
