@@ -52,6 +52,13 @@ def test_a_relative_under_another_name(tmp_path: Path) -> None:
     check(found, experts)
 
 
+def test_blocks_of_another_family(tmp_path: Path) -> None:
+    """Whether rows lie in turns there is not known: refused, not guessed."""
+    tensors = Experts().gpt_oss()
+    message = "model_type is 'qwen3_moe': whether gate and up rows lie in turns, as gpt-oss's, is not known"
+    refused(tmp_path, tensors, QUANTIZATION, message, **SIZES, model_type="qwen3_moe")
+
+
 def test_experts_of_a_rank(tmp_path: Path) -> None:
     experts = Experts(bias=True)
     path = write(tmp_path, experts.gpt_oss(), {**CONFIG, **GPT_OSS, "quantization_config": QUANTIZATION})

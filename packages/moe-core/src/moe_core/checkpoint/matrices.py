@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.families import family_of
 from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
 
@@ -82,13 +83,27 @@ def is_transposed(layer: LayerExperts) -> bool:
     return (rows, cols) == (down_cols, 2 * down_rows)
 
 
-def is_interleaved(layer: LayerExperts) -> bool:
-    """Whether gate and up lie in one tensor whose rows are theirs in turns: gate 0, up 0, gate 1, … (gpt-oss)."""
+def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
+    """Whether gate and up lie in one tensor whose rows are theirs in turns: gate 0, up 0, gate 1, … (gpt-oss).
+
+    ``blocks``: it is a tensor that gpt-oss alone is known to have.  What no family describes is a relative then; it
+    raises CheckpointError for a model of another family, of which nobody says how its rows lie.
+    """
     if "gate_up" not in layer.projections:
         return False
     config = layer.checkpoint.config
     inner = config.get("text_config")
-    return "gpt_oss" in (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
+    types = [config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
+    if "gpt_oss" in types:
+        return True
+    relatives = (None, family_of("gpt_oss"))
+    other = next((name for name in types if isinstance(name, str) and family_of(name) not in relatives), None)
+    if blocks and other is not None:
+        raise CheckpointError(
+            f"{layer.checkpoint.path}: {layer.prefix} has gate_up_proj_blocks, as gpt-oss, but its model_type is "
+            f"{other!r}: whether gate and up rows lie in turns, as gpt-oss's, is not known"
+        )
+    return blocks
 
 
 def gate_rows_first(rows: Tensor, dim: int = 0) -> Tensor:

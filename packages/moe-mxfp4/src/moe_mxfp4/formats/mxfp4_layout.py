@@ -77,9 +77,7 @@ class Mxfp4Storage(ExpertStorage):
     scale: str = "weight_scale"
 
     def layout(self, layer: LayerExperts) -> Mxfp4Layout:
-        # other models keep no such tensors: a config of another name is a relative of gpt-oss
-        blocks = any(layer.has(projection, "blocks") for projection in layer.projections)
-        mixed = is_interleaved(layer) or ("gate_up" in layer.projections and blocks)
+        mixed = is_interleaved(layer, any(layer.has(projection, "blocks") for projection in layer.projections))
         return Mxfp4Layout(layer, kMxfp4Static, self.activation, self, mixed)
 
 
