@@ -14,7 +14,7 @@ from moe_core.column_choice import select_cut
 from moe_core.config import FusedMoEParallelConfig, whole_number
 from moe_core.device import as_torch_device
 from moe_core.layer import FusedMoELayer, LayerOrigin, opened, room_for_lora
-from moe_core.oracle import Oracle
+from moe_core.oracle import Oracle, check_placed
 from moe_core.registry import registry
 from moe_core.routing import RoutingConfig
 from moe_core.selection import Selection
@@ -82,6 +82,7 @@ def load_layer(
     checkpoint = opened(path)
     online = None if quantize is None else registry().online(quantize)
     given = Given(routing, activation, activation_params, assume)
+    check_placed(groups, placement)
     if groups is not None:
         parallel = parallel or groups.parallel
         if placement is not None and experts is None:

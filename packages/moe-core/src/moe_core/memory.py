@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.config import FusedMoEConfig
+from moe_core.config import FusedMoEConfig, whole_number
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExpertsModular
 from moe_core.oracle import Oracle
@@ -50,6 +50,7 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
 
     Nothing is read, and at most one expert of zeros is laid out, on the CPU.
     """
+    whole_number("num_tokens", num_tokens, least=0)
     config = selection.config
     one = replace(selection, report=replace(selection.report, config=replace(config, num_local_experts=1)))
     keys = selection.weight_key, selection.activation_key

@@ -19,6 +19,7 @@ from moe_core._autocast import without_autocast
 from moe_core.alternatives import Request, alternatives
 from moe_core.backend import Backend
 from moe_core.config import FusedMoEConfig
+from moe_core.converted import check_converted, remember
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import (
@@ -279,7 +280,7 @@ class Oracle:
                 f"the selection was made for {selection.weight_key} with {selection.activation_key}"
             )
         weights.validate(selection.config)
-        return self.make_experts(selection).convert(weights.detached().row_major())
+        return remember(self.make_experts(selection).convert(weights.detached().row_major()), selection)
 
     @staticmethod
     def make_experts(selection: Selection) -> FusedMoEExperts:
@@ -319,12 +320,14 @@ class Oracle:
         whose claims failed (PluginWarning): selecting itself does neither.
         """
         config = selection.config
+        check_converted(weights, selection)
         warn_of(candidate.fault for candidate in selection.report.candidates if candidate.fault is not None)
         if selection.report.fallback is not None and weights.device.type != "cpu":
             warnings.warn(f"{self.scheme}: {selection.report.fallback}", FallbackWarning, stacklevel=2)
         experts = self.make_experts(selection)
         if prepare_finalize is not None and (groups is not None or placement is not None):
             raise ConfigError("give either prepare_finalize= or groups= and placement=, which make one")
+        check_placed(groups, placement)
         if prepare_finalize is not None:
             groups, placement = prepare_finalize.groups, prepare_finalize.placement
         if groups is not None:
@@ -338,6 +341,12 @@ class Oracle:
                 config, groups, placement=placement, device=selection.device, experts=type(experts)
             )
         return FusedMoEKernel(experts, weights, prepare_finalize, workspace=workspace)
+
+
+def check_placed(groups: ParallelGroups | None, placement: ExpertPlacement | None) -> None:
+    """ConfigError for a placement without the ranks that it is of."""
+    if placement is not None and groups is None:
+        raise ConfigError("placement= says which ranks experts are on: give the groups= of these ranks, too")
 
 
 def _examine(request: Request, ordered: tuple[Backend, ...]) -> tuple[Candidate, ...]:
