@@ -158,3 +158,12 @@ def test_a_cpu_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_TUNING", "nothing.json")
     selection = mc.oracle("wna16").select(CONFIG, weight_key="kInt4Static[1x128]", activation_key=None, device="cpu")
     assert selection.report.tuning is None
+
+
+@pytest.mark.parametrize("device", [GPU, DeviceInfo.parse("cpu")], ids=["gpu", "cpu"])
+def test_a_profile_that_was_named_is_read_wherever_the_layer_runs(device: DeviceInfo, tmp_path: Path) -> None:
+    given = {"weight_key": "kInt4Static[1x128]", "activation_key": None, "device": device}
+    with pytest.raises(ConfigError, match="can't be read"):
+        mc.oracle("wna16").select(CONFIG, **given, tuning=tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="tuning is 3, expected a TuningProfile, a path, or 'none'"):
+        mc.oracle("wna16").select(CONFIG, **given, tuning=3)

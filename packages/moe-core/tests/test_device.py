@@ -133,3 +133,9 @@ def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="cuda.*no GPU"):
         DeviceInfo.current("cuda")
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an XPU")
+def test_an_xpu_that_is_not_here() -> None:
+    with pytest.raises(ConfigError, match="sees no XPU here"):
+        DeviceInfo.current("xpu")

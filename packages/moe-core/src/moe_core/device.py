@@ -76,6 +76,8 @@ class DeviceInfo:
         if device.type == "cpu":
             return _KNOWN["cpu"]
         if device.type == "xpu":
+            if not torch.xpu.is_available():
+                raise ConfigError(f"device {device} was asked for, but torch {torch.__version__} sees no XPU here")
             return DeviceInfo("xpu", "xpu", torch.xpu.get_device_name(device))
         if device.type != "cuda":
             raise ConfigError(f"device {device} is not known; expected cpu, cuda or xpu")

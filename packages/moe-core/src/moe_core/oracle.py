@@ -170,8 +170,8 @@ class Oracle:
             report = replace(report, alternatives=alternatives(request, candidates, self._candidates))
         if chosen is None:
             raise self._refusal(name, report, dict(reversed(left_out)))
-        if request.device.is_gpu:
-            # Triton-free, but it imports the experts of core's kernels
+        if request.device.is_gpu or tuning is not None:
+            # Triton-free, but it imports the experts of core's kernels; one that was named is read in any case
             from moe_core.tuning.choice import choose
 
             keys = weight_key, activation_key

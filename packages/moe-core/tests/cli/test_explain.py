@@ -168,3 +168,10 @@ def test_warnings_are_lines(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "run", warn)
     assert moe("doctor").err == "moe: warning: something\\x1b[2K is left out\n"
+
+
+@pytest.mark.parametrize("option", [("--weight-key", "kMxfp8Static"), ("--bias",)], ids=lambda option: option[0])
+def test_what_a_checkpoint_says_by_itself(moe: Any, option: tuple[str, ...]) -> None:
+    result = moe("explain", "somewhere", *option)
+    assert result.code != 0
+    assert f"{option[0]} describes a layer of --scheme and --shape" in result.err

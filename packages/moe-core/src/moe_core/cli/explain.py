@@ -37,6 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
         if args.shape is not None or args.scheme is not None:
             raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
+        if args.weight_key is not None or args.bias:
+            raise ConfigError(
+                f"{'--bias' if args.weight_key is None else '--weight-key'} describes a layer of --scheme and --shape; "
+                "a checkpoint folder says it by itself"
+            )
         source = _arguments.source_of(args, Checkpoint.open(args.path), parallel=parallel)
         scheme, config, cuts = source.scheme, source.config, source.cuts
         keys = source.weight_key, source.activation_key

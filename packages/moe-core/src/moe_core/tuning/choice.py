@@ -87,6 +87,8 @@ def find(tuning: TuningProfile | str | Path | None, device: DeviceInfo) -> tuple
     """
     if isinstance(tuning, TuningProfile):
         return tuning, "the given profile"
+    if tuning is not None and not isinstance(tuning, str | Path):
+        raise ConfigError(f"tuning is {tuning!r}, expected a TuningProfile, a path, or 'none'")
     named = tuning is None
     tuning = given_path() if named else tuning
     if tuning is not None:
