@@ -7,6 +7,7 @@ from typing import Any
 
 import moe_core as mc
 import pytest
+import torch
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.memory import layer_memory
 from moe_core.testing.data import make_weights
@@ -56,3 +57,12 @@ def test_a_placement_without_ranks() -> None:
 def test_memory_of_what_is_no_number_of_tokens(tokens: Any) -> None:
     with pytest.raises(mc.ConfigError, match="num_tokens must be an integer of 0 or more"):
         layer_memory(selected(), tokens)
+
+
+def test_a_map_to_places_that_are_not_here() -> None:
+    config = replace(CONFIG, num_local_experts=2)
+    weights = make_weights(config, *KEYS, seed=0)
+    for places in ([0, 1, -1, -1], [-1, -1, 1, 0]):
+        mc.FusedMoELayer.from_weights("fp8", config, weights, expert_map=torch.tensor(places).int())
+    with pytest.raises(mc.TensorError, match="expert_map names place 2, expected -1 or one of 2 places here"):
+        mc.FusedMoELayer.from_weights("fp8", config, weights, expert_map=torch.tensor([0, 1, 2, -1]).int())

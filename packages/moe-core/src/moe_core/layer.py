@@ -101,6 +101,10 @@ class FusedMoELayer(nn.Module):
             check_dtype(name, tensor, dtypes)
             if tensor.device != self.weights.device:
                 raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
+        if self.expert_map is not None and self.expert_map.device.type != "meta":
+            place, local = int(self.expert_map.max()), self.config.local_experts
+            if place >= local:
+                raise TensorError(f"expert_map names place {place}, expected -1 or one of {local} places here, from 0")
 
     @staticmethod
     @without_autocast

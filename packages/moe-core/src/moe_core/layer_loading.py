@@ -13,6 +13,7 @@ from moe_core._autocast import without_autocast
 from moe_core.column_choice import select_cut
 from moe_core.config import FusedMoEParallelConfig, whole_number
 from moe_core.device import as_torch_device
+from moe_core.errors import ConfigError
 from moe_core.layer import FusedMoELayer, LayerOrigin, opened, room_for_lora
 from moe_core.oracle import Oracle, check_placed
 from moe_core.registry import registry
@@ -82,6 +83,8 @@ def load_layer(
     checkpoint = opened(path)
     online = None if quantize is None else registry().online(quantize)
     given = Given(routing, activation, activation_params, assume)
+    if parallel is not None and not isinstance(parallel, FusedMoEParallelConfig):
+        raise ConfigError(f"parallel is {parallel!r}, expected a FusedMoEParallelConfig")
     check_placed(groups, placement)
     if groups is not None:
         parallel = parallel or groups.parallel
