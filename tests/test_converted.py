@@ -66,3 +66,8 @@ def test_a_map_to_places_that_are_not_here() -> None:
         mc.FusedMoELayer.from_weights("fp8", config, weights, expert_map=torch.tensor(places).int())
     with pytest.raises(mc.TensorError, match="expert_map names place 2, expected -1 or one of 2 places here"):
         mc.FusedMoELayer.from_weights("fp8", config, weights, expert_map=torch.tensor([0, 1, 2, -1]).int())
+
+
+def test_what_is_no_weights() -> None:
+    with pytest.raises(mc.ConfigError, match="weights is str, expected what oracle.convert returns: KernelWeights"):
+        mc.oracle("fp8").make_kernel(selected(), "weights")  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         DeviceInfo.current("cuda")
 
 
-@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an XPU")
-def test_an_xpu_that_is_not_here() -> None:
+def test_an_xpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="sees no XPU here"):
         DeviceInfo.current("xpu")

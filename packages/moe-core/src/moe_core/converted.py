@@ -29,15 +29,16 @@ class _Layer(NamedTuple):
 _LAYERS: WeakKeyDictionary[KernelWeights, _Layer] = WeakKeyDictionary()
 
 
-def remember(weights: KernelWeights, selection: Selection) -> KernelWeights:
-    """``weights``, which were converted for ``selection``."""
-    _LAYERS[weights] = _layer(selection)
-    return weights
+def remember(weights: object, selection: Selection) -> None:
+    """``weights`` were converted for ``selection``.  What a plug-in returns instead is the kernel's to refuse."""
+    if isinstance(weights, KernelWeights):
+        _LAYERS[weights] = _layer(selection)
 
 
-def check_converted(weights: KernelWeights, selection: Selection) -> None:
+def check_converted(weights: object, selection: Selection) -> None:
     """ConfigError where it is known that ``weights`` were converted for another layer than ``selection`` is of."""
-    layer, wanted = _LAYERS.get(weights), _layer(selection)
+    layer = _LAYERS.get(weights) if isinstance(weights, KernelWeights) else None
+    wanted = _layer(selection)
     if layer is None or layer == wanted:
         return
     differ = [name for name, one, other in zip(_Layer._fields, layer, wanted, strict=True) if one != other]

@@ -280,7 +280,9 @@ class Oracle:
                 f"the selection was made for {selection.weight_key} with {selection.activation_key}"
             )
         weights.validate(selection.config)
-        return remember(self.make_experts(selection).convert(weights.detached().row_major()), selection)
+        converted = self.make_experts(selection).convert(weights.detached().row_major())
+        remember(converted, selection)
+        return converted
 
     @staticmethod
     def make_experts(selection: Selection) -> FusedMoEExperts:
