@@ -21,6 +21,7 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
     kInt8StaticChannelSym,
     kMxfp8Dynamic,
     kMxfp8DynamicDown,
@@ -30,7 +31,7 @@ from moe_core import (
 from moe_core.quantization import quantize_moe_weights
 from moe_core.reference import fused_moe_reference
 from moe_fp8 import Fp8MoeBackend, select_fp8_moe_backend
-from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
+from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts, MarlinFp8QdqExperts
 from moe_fp8.experts.torch import TorchFp8Experts
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 
@@ -45,7 +46,7 @@ WITH_TRITON = Environment({"triton": "3.6.0"})
         ("sm90", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("sm100", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("sm120", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
-        ("sm80", Fp8MoeBackend.TORCH, TorchFp8Experts),
+        ("sm80", Fp8MoeBackend.MARLIN, MarlinFp8QdqExperts),
         ("gfx942", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("gfx950", Fp8MoeBackend.TRITON, TritonFp8BlockExperts),
         ("cpu", Fp8MoeBackend.TORCH, TorchFp8Experts),
@@ -55,6 +56,34 @@ def test_auto_follows_the_device(device: str, backend: Fp8MoeBackend, experts: t
     selection = select_fp8_moe_backend(CONFIG, device=device, environment=WITH_TRITON)
     assert selection.backend == backend.value
     assert selection.experts is experts
+
+
+@pytest.mark.parametrize("layout", FusedMoEActivationFormat)
+@pytest.mark.parametrize(
+    ("weight_key", "activation_key"),
+    [
+        (kFp8StaticTensorSym, kFp8StaticTensorSym),
+        (kFp8StaticTensorSym, kFp8DynamicTokenSym),
+        (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+        (kFp8Static128BlockSym, kFp8Dynamic128Sym),
+        (kFp8Static128BlockSym.with_group(64, 64), kFp8Dynamic64Sym),
+        (kMxfp8Static, kMxfp8Dynamic),
+    ],
+    ids=str,
+)
+def test_gpus_without_fp8_take_a_kernel(
+    weight_key: QuantKey, activation_key: QuantKey, layout: FusedMoEActivationFormat
+) -> None:
+    """Ampere multiplies what FP8 activations are in bfloat16."""
+    selection = select_fp8_moe_backend(
+        replace(CONFIG, activation_format=layout),
+        weight_key=weight_key,
+        activation_key=activation_key,
+        device="sm86",
+        environment=WITH_TRITON,
+    )
+    assert selection.backend in ("marlin", "triton")
+    assert selection.activation_key == activation_key
 
 
 @pytest.mark.parametrize("key", [kMxfp8DynamicDown, kMxfp8DynamicEven], ids=str)

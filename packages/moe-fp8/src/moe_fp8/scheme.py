@@ -102,7 +102,10 @@ SCHEME = SchemeSpec(
         ),
         Backend(
             Fp8MoeBackend.MARLIN.value,
-            ("moe_fp8.experts.marlin:MarlinFp8Experts",),
+            (
+                "moe_fp8.experts.marlin:MarlinFp8Experts",
+                "moe_fp8.experts.marlin:MarlinFp8QdqExperts",
+            ),
             aliases=(Fp8MoeBackend.TRITON.value,),
         ),
         Backend(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_core.testing import ConformanceTests
-from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts
+from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts, MarlinFp8QdqExperts
 
 
 class TestMarlinFp8(ConformanceTests):
@@ -14,3 +14,8 @@ class TestMarlinFp8(ConformanceTests):
 class TestBatchedMarlinFp8(ConformanceTests):
     experts = BatchedMarlinFp8Experts
     interpreted_every = 8
+
+
+class TestMarlinFp8Qdq(ConformanceTests):
+    experts = MarlinFp8QdqExperts
+    interpreted_every = 5

@@ -42,6 +42,16 @@ def pack_int4(codes: Tensor, half: int) -> Tensor:
     return packed
 
 
+def pack_unsigned_int4(codes: Tensor) -> Tensor:
+    """Codes of -8 .. 7, int8 [E, rows, K], plus 8, two in a byte, the first in the low bits: uint8 [E, rows, K / 2]."""
+    experts, rows, columns = codes.shape
+    packed = torch.empty(experts, rows, -(-columns // 2), dtype=torch.uint8, device=codes.device)
+    for out, one in zip(packed, codes, strict=True):
+        pairs = torch.nn.functional.pad(one + 8, (0, columns % 2), value=8).view(torch.uint8)
+        out.copy_(pairs[:, 0::2] | pairs[:, 1::2] << 4)
+    return packed
+
+
 def group_scales(scale: Tensor, half: int, group_size: int) -> Tensor:
     """Scales [E, rows, groups] as float32 [E, whole steps of groups, rows], over 16; those that do not exist are 0."""
     groups = scale.shape[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_core.testing import ConformanceTests
+from moe_int8.experts.marlin_w4a8 import MarlinW4A8Int8Experts
 from moe_int8.experts.triton import TritonInt8Experts
 from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
 from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
@@ -21,3 +22,8 @@ class TestTritonInt8WeightOnly(ConformanceTests):
 class TestTritonW4A8Int8(ConformanceTests):
     experts = TritonW4A8Int8Experts
     interpreted_every = 4
+
+
+class TestMarlinW4A8Int8(ConformanceTests):
+    experts = MarlinW4A8Int8Experts
+    interpreted_every = 5

@@ -74,7 +74,11 @@ SCHEME = SchemeSpec(
         ),
         Backend(
             Mxfp4MoeBackend.MARLIN.value,
-            ("moe_mxfp4.experts.marlin:MarlinMxfp4Experts", "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts"),
+            (
+                "moe_mxfp4.experts.marlin:MarlinMxfp4Experts",
+                "moe_mxfp4.experts.marlin_fp8:MarlinMxfp4Fp8Experts",
+                "moe_mxfp4.experts.marlin:MarlinMxfp4QdqExperts",
+            ),
         ),
         Backend(
             Mxfp4MoeBackend.BATCHED_MARLIN.value,

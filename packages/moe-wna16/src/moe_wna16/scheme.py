@@ -75,7 +75,10 @@ SCHEME = SchemeSpec(
                 "moe_wna16.experts.flashinfer_trtllm:TrtLlmMxint4ExpertsModular",
             ),
         ),
-        Backend(WNA16MoEBackend.MARLIN.value, ("moe_wna16.experts.marlin:MarlinWNA16Experts",)),
+        Backend(
+            WNA16MoEBackend.MARLIN.value,
+            ("moe_wna16.experts.marlin:MarlinWNA16Experts", "moe_wna16.experts.marlin:MarlinW4AFp8Experts"),
+        ),
         Backend(
             WNA16MoEBackend.BATCHED_MARLIN.value,
             ("moe_wna16.experts.marlin:BatchedMarlinWNA16Experts",),

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core import FusedMoEConfig, kInt4Static, kInt4Static32Asym, kInt8Static
+from moe_core import FusedMoEConfig, kFp8DynamicTokenSym, kInt4Static, kInt4Static32Asym, kInt8Static
 from moe_core.device import DeviceInfo
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import call_on_meta, experts_specimens
-from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinWNA16Experts
+from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinW4AFp8Experts, MarlinWNA16Experts
 
 
 class TestMarlinWNA16(ConformanceTests):
@@ -22,6 +22,11 @@ class TestMarlinWNA16(ConformanceTests):
 class TestBatchedMarlinWNA16(ConformanceTests):
     experts = BatchedMarlinWNA16Experts
     interpreted_every = 8
+
+
+class TestMarlinW4AFp8(ConformanceTests):
+    experts = MarlinW4AFp8Experts
+    interpreted_every = 5
 
 
 def test_single_columns_are_compiled():
@@ -64,6 +69,20 @@ def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
         if one.name == "words_kernel":
             # a tile of the schedule is one of the kernel's
             assert one.arguments["form"].heights.value[0] == (64 if tokens <= 192 else 128)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "expected"), [(1024, ["words_kernel"] * 2), (1020, ["grouped_gemm_kernel", "words_kernel"])]
+)
+def test_many_rows_of_e4m3_on_hopper(hidden, expected):
+    """Quantised rows end in whole tiles of columns, but which columns there are the kernel must know in whole 16."""
+    config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16)
+    experts = MarlinW4AFp8Experts(
+        config, weight_key=kInt4Static, activation_key=kFp8DynamicTokenSym, device=DeviceInfo.parse("sm90")
+    )
+    with record() as launches:
+        call_on_meta(experts, 400)
+    assert [one.name for one in launches if one.name in ("grouped_gemm_kernel", "words_kernel")] == expected
 
 
 def test_layers_with_adapters_have_tiles_for_the_kernel_that_adds_deltas():

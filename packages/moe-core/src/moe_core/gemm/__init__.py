@@ -9,6 +9,7 @@
     scaled_mm.py       8-bit elements with scales that do not change along k; quantize_rows.py
     gemv.py            the layer for few tokens, whose pairs are not sorted; scaled_gemv.py, that of 8-bit elements
     hopper.py          the warp-specialised kernel of sm_90, for many rows per expert; hopper_*.py
+    qdq.py             activations that are quantised and dequantised, for products in bfloat16
     lora.py            what adapters add to both GEMMs
     marlin/            mixed_input, repacked at load: 16-bit activations beside int4, int8, e4m3, e2m1; and gemv
     as_stored/         mixed_input, weights as stored

@@ -33,6 +33,12 @@ class GemvLayer(ABC):
     def reads(self, x: Tensor) -> bool:
         """Whether the kernels can read the activations."""
 
+    def operand(
+        self, name: Literal["x", "h"], values: Tensor, routing: Routing, workspace: Mapping[str, Tensor], pdl: bool
+    ) -> Tensor:
+        """``values``, x [tokens, hidden size] or h by pair, as they are multiplied."""
+        return values
+
     @abstractmethod
     def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
         """One launch; that of gemm2 follows the one of gemm1.
@@ -50,7 +56,9 @@ class GemvLayer(ABC):
         ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
         """
         h, columns = workspace["h"], out.shape[1]
+        x = self.operand("x", x, routing, workspace, plan.pdl)
         self.multiply(x, h, routing, plan.gemm1, "gemm1", plan.pdl)
+        h = self.operand("h", h, routing, workspace, plan.pdl)
         if plan.fuse_finalize:
             self.multiply(h, out, routing, plan.gemm2, "gemm2_finalize", plan.pdl)
             return

@@ -18,6 +18,7 @@ from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
+    from moe_core.gemm.fused.plain import RowQuantizer
     from moe_core.gemm.fused.scheme import ActivationScheme
     from moe_core.gemm.gemv import GemvLayer
     from moe_core.gemm.launch import GemmWeight
@@ -51,6 +52,7 @@ class MarlinExperts(GroupedExperts):
             for kind in ("channel_scales", "index", "powers")
             for name, made in (("w13", w13), ("w2", w2))
         }
+        x_scale, h_scale = (None, None) if self.activation_key is None else self.input_scales(weights)
         return KernelWeights(
             w13=w13.words,
             w2=w2.words,
@@ -59,6 +61,8 @@ class MarlinExperts(GroupedExperts):
                 activation_key=self.activation_key,
                 w1_scale=w13.scales,
                 w2_scale=w2.scales,
+                a1_scale=x_scale,
+                a2_scale=h_scale,
                 w1_pre_scale=weights.w13_pre_scale,
                 w2_pre_scale=weights.w2_pre_scale,
                 w1_bias=weights.w13_bias,
@@ -111,8 +115,8 @@ class MarlinExperts(GroupedExperts):
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Of x and h as they are multiplied."""
-        return self.config.dtype
+        """Of x and h as they are multiplied; quantised ones are numbers of bfloat16."""
+        return self.config.dtype if self.activation_key is None else torch.bfloat16
 
     @property
     def gathers_columns(self) -> bool:
@@ -127,19 +131,30 @@ class MarlinExperts(GroupedExperts):
 
     @property
     def takes_vectors(self) -> bool:
-        # adapters read x and h between the launches
-        plain = self.activation_key is None and not self.config.is_lora_enabled
-        return plain and not self.batched and self.config.dtype.itemsize == 2
+        # adapters read x and h between the launches; rows of x that depend on the expert are by pair
+        static = self.activation_key is not None and self.activation_key.is_static
+        return not (static or self.batched or self.config.is_lora_enabled) and self.operand_dtype.itemsize == 2
+
+    def row_quantizer(self, weights: KernelWeights | None) -> RowQuantizer | None:
+        """How x and h are quantised; without ``weights`` only its scratch memory is asked for."""
+        if self.activation_key is None:
+            return None
+        from moe_core.gemm.qdq import qdq
+
+        if weights is None:
+            return qdq(self.activation_key)
+        quant = weights.quant_config
+        return qdq(self.activation_key, weights.w13.device, (quant.a1_scale, quant.a2_scale))
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.gemm.columns import Columns
         from moe_core.gemm.fused.plain import PlainScheme
 
         config = self.config
-        if weights is None:
-            return PlainScheme(Columns(config.hidden_size), Columns(config.intermediate_size), self.gathers_columns)
-        x, h = (self.matrix(name, weights).activation_columns for name in ("w13", "w2"))
-        return PlainScheme(x, h, self.gathers_columns)
+        x, h = Columns(config.hidden_size), Columns(config.intermediate_size)
+        if weights is not None:
+            x, h = (self.matrix(name, weights).activation_columns for name in ("w13", "w2"))
+        return PlainScheme(x, h, self.gathers_columns, self.row_quantizer(weights))
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
         matrix = self.matrix(name, weights)
@@ -151,7 +166,9 @@ class MarlinExperts(GroupedExperts):
 
         w13, w2 = (self.matrix(name, weights) for name in ("w13", "w2"))
         functions = self.gemv_functions(w13)
-        return None if functions is None else MarlinGemvLayer(Activation.of(self.config), functions, w13, w2)
+        if functions is None:
+            return None
+        return MarlinGemvLayer(Activation.of(self.config), functions, w13, w2, self.row_quantizer(weights))
 
 
 class MarlinIntegerExperts(MarlinExperts):
@@ -168,7 +185,7 @@ class MarlinIntegerExperts(MarlinExperts):
             zero_point=getattr(weights, f"{name}_zero_point"),
             g_idx=getattr(weights, f"{name}_g_idx"),
             interleaved=name == "w13" and self.config.is_gated,
-            dtype=self.config.dtype,
+            dtype=self.operand_dtype,
         )
 
     @property

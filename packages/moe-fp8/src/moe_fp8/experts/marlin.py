@@ -1,7 +1,8 @@
-"""Marlin-class kernels: e4m3 weights, repacked at load, with 16-bit (or float32) activations.
+"""Marlin-class kernels: e4m3 weights, repacked at load, with 16-bit (or float32) activations, or with quantised ones.
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP8
-hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.
+hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.  Quantised activations are dequantised at once, and
+meet the weights as numbers of bfloat16 (`moe_core.gemm.qdq`): for GPUs that multiply no FP8.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from moe_core import (
     KeyPattern,
     MoEWeights,
     cuda,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
@@ -31,10 +35,11 @@ if TYPE_CHECKING:
     from moe_core.kernel_api import Converted, GemvFunctions, MarlinMatrix
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
+_BLOCK_SCALES = (torch.float32, torch.uint8)
 _KEYS = (
     (kFp8StaticTensorSym, None),
     (kFp8StaticChannelSym, None),
-    (KeyPattern(kFp8Static128BlockSym, _BLOCKS, (torch.float32, torch.uint8)), None),
+    (KeyPattern(kFp8Static128BlockSym, _BLOCKS, _BLOCK_SCALES), None),
     (kMxfp8Static, None),
 )
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -94,4 +99,30 @@ class BatchedMarlinFp8Experts(MarlinE4M3Experts):
         requires=(TRITON,),
         verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
         notes="float32 layers multiply outside the tensor cores",
+    )
+
+
+class MarlinFp8QdqExperts(MarlinE4M3Experts):
+    """FP8 activations on GPUs that multiply no FP8: per token, per group of a block, static per tensor."""
+
+    claims = Claims(
+        devices=(cuda(min=80, max=88),),
+        keys=(
+            *(
+                (weight, activation)
+                for weight in (kFp8StaticTensorSym, kFp8StaticChannelSym)
+                for activation in (kFp8DynamicTokenSym, kFp8StaticTensorSym)
+            ),
+            (KeyPattern(kFp8Static128BlockSym, _BLOCKS[:2], _BLOCK_SCALES), kFp8Dynamic128Sym),
+            (KeyPattern(kFp8Static128BlockSym, _BLOCKS[2:], _BLOCK_SCALES), kFp8Dynamic64Sym),
+        ),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        batch_invariant=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        requires=(TRITON,),
+        notes="products in bfloat16, to which a code times its scale is rounded",
     )

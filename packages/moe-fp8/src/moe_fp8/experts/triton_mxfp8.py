@@ -37,7 +37,7 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
     accepted_spills = (496, 640)
 
     claims = Claims(
-        devices=(cuda(min=89),),
+        devices=(cuda(min=80),),
         keys=tuple((kMxfp8Static, key) for key in (kMxfp8Dynamic, kMxfp8DynamicEven, kMxfp8DynamicDown)),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
@@ -52,8 +52,9 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
     )
 
     @property
-    def operand_dtype(self) -> torch.dtype:
-        return torch.bfloat16
+    def takes_vectors(self) -> bool:
+        # x is rounded beside the sort, h where it is made
+        return False
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
         from moe_core.kernel_api import as_stored_scheme

@@ -49,6 +49,7 @@ _GROUPS = KeyPattern(
     (torch.bfloat16, torch.float32),
 )
 _ACTIVATIONS = (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
+W4A8_KEYS = tuple((weight, key) for weight in (kInt4W4A8StaticChannelSym, _GROUPS) for key in _ACTIVATIONS)
 
 
 class TritonW4A8Int8Experts(Int8ScaledMMExperts):
@@ -59,7 +60,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
 
     claims = Claims(
         devices=(cuda(min=80),),
-        keys=tuple((weight, key) for weight in (kInt4W4A8StaticChannelSym, _GROUPS) for key in _ACTIVATIONS),
+        keys=W4A8_KEYS,
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         bias=True,

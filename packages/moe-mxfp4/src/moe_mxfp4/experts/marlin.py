@@ -1,7 +1,8 @@
-"""Marlin-class kernels: e2m1 weights, repacked at load, with 16-bit activations.
+"""Marlin-class kernels: e2m1 weights, repacked at load, with 16-bit activations, or with quantised ones.
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP4
-hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.
+hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.  Quantised activations are dequantised at once, and
+meet the weights as numbers of bfloat16 (`moe_core.gemm.qdq`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from moe_core import (
 )
 from moe_core.experts_api import MarlinExperts
 from torch import Tensor
+
+from moe_mxfp4.keys import ACTIVATIONS
 
 if TYPE_CHECKING:
     from moe_core.kernel_api import Converted, GemvFunctions, MarlinMatrix, WordFunctions
@@ -86,4 +89,22 @@ class BatchedMarlinMxfp4Experts(_MarlinMxfp4Experts):
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
+    )
+
+
+class MarlinMxfp4QdqExperts(_MarlinMxfp4Experts):
+    """Quantised activations, both formats; not for sm_100, whose tensor cores multiply MXFP8 ones with e2m1."""
+
+    claims = Claims(
+        devices=(cuda(min=80, max=99), cuda(min=120)),
+        keys=tuple((kMxfp4Static, activation) for activation in ACTIVATIONS),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        batch_invariant=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        requires=(TRITON,),
+        notes="products in bfloat16: MXFP8 and MXFP4 values exactly, e4m3 codes times other scales rounded",
     )

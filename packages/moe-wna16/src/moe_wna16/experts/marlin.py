@@ -2,16 +2,26 @@
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there: see
 ``moe_core.gemm.marlin``.  With an activation order, columns are put in the order of their groups at load, and
-activations are gathered to match.
+activations are gathered to match.  e4m3 activations (W4AFP8) are quantised and dequantised: int4 codes and they meet as
+numbers of bfloat16.
 """
 
 from __future__ import annotations
 
 import torch
-from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    FusedMoEActivationFormat,
+    cuda,
+    kFp8DynamicTokenSym,
+    kInt4Static,
+)
 from moe_core.experts_api import MarlinIntegerExperts
 
-from moe_wna16.keys import BASES, every_key
+from moe_wna16.keys import BASES, every_key, in_order
 
 _KEYS = tuple((every_key(base), None) for base in BASES)
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -47,4 +57,22 @@ class BatchedMarlinWNA16Experts(MarlinIntegerExperts):
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
+    )
+
+
+class MarlinW4AFp8Experts(MarlinIntegerExperts):
+    """int4 codes with e4m3 activations per token, both formats."""
+
+    claims = Claims(
+        devices=(cuda(min=80),),
+        keys=((in_order(kInt4Static), kFp8DynamicTokenSym),),
+        activations=GATED | NON_GATED,
+        dtypes=frozenset({torch.bfloat16}),
+        bias=True,
+        expert_map=True,
+        apply_router_weight_on_input=True,
+        batch_invariant=True,
+        formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
+        requires=(TRITON,),
+        notes="products in bfloat16, to which a code times its scale is rounded",
     )

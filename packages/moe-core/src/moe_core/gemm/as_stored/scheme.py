@@ -11,7 +11,7 @@ from moe_core.gemm.as_stored import tiles
 from moe_core.gemm.as_stored.activations import code_mxfp8, quantizer
 from moe_core.gemm.columns import Columns
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.plain import PlainScheme
+from moe_core.gemm.fused.plain import PlainScheme, RowQuantizer
 from moe_core.gemm.fused.scaled_mm import ScaledMMFunctions, ScaledMMScheme
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import GemmWeight, TileFunctions
@@ -50,7 +50,7 @@ def as_stored_scheme(
     by_token, by_expert, block = (key == k for k in (kFp8DynamicTokenSym, kFp8StaticTensorSym, kFp8Dynamic128Sym))
     if pre_scaled:
         x, h = (Columns(0 if each is None else each.shape[1], None, each) for each in pre_scales)
-        return PlainScheme(x, h, True, quantize, stored, by_token)
+        return PlainScheme(x, h, True, RowQuantizer(quantize, stored, stores_scales=by_token))
     if by_token or by_expert:
         functions = ScaledMMFunctions(
             stored, quantize_row=quantize, quantize_static=quantize, load_unquantized=None, packed=0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe_core.errors import ConfigError
+from moe_core.gemm.fused.plain import RowQuantizer
 from moe_core.gemm.gemv import GemvLayer, Step, vector_arguments
 from moe_core.gemm.heuristics.gemv import GemvConfig
 from moe_core.gemm.launch import Activation, Routing, constant
 from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
+from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.jit.casts import INTERPRET
 from moe_core.jit.launch import launch
 
@@ -36,17 +39,32 @@ class GemvFunctions:
 
 @dataclass(frozen=True, eq=False)
 class MarlinGemvLayer(GemvLayer):
-    """Words of 4 or 8 bits x 16-bit activations."""
+    """Words of 4 or 8 bits x 16-bit activations, which ``rows`` may make, each token's by itself."""
 
     functions: GemvFunctions
     w13: MarlinMatrix
     w2: MarlinMatrix
+    rows: RowQuantizer | None = None
 
     def reads(self, x: Tensor) -> bool:
         """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
         if any(m.index is not None or m.pre_scales is not None or m.k % 2 for m in (self.w13, self.w2)):
             return False
+        if self.rows is not None:
+            return True
         return x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
+
+    def operand(
+        self, name: Literal["x", "h"], values: Tensor, routing: Routing, workspace: Mapping[str, Tensor], pdl: bool
+    ) -> Tensor:
+        if self.rows is None:
+            return values
+        first = name == "x"
+        rows = values if first else values[: routing.num_pairs, : self.w2.k]
+        made = workspace[f"{name}_values"][: rows.shape[0]]
+        job = self.rows.job(rows, made, None, first=first)
+        quantize_rows(job, ("all", ()) if first else routing.in_use, pdl=pdl)
+        return made
 
     def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
         finalize = step == "gemm2_finalize"
