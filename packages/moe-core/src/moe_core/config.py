@@ -122,8 +122,10 @@ class FusedMoEParallelConfig:
 
     @property
     def use_all2all_kernels(self) -> bool:
-        """Whether tokens cross ranks before and after the experts."""
-        return self.use_ep and self.dp_size > 1
+        """Whether tokens cross ranks before and after the experts: those that share experts, or columns of one, have
+        different tokens.
+        """
+        return self.world_size > 1 and self.dp_size > 1
 
     @property
     def world_size(self) -> int:
