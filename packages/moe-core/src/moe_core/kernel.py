@@ -202,6 +202,7 @@ class FusedMoEKernel:
         """
         parts = self._modular_parts()
         if torch.compiler.is_compiling():
+            _refuse_export()
             self._refuse_gradients(hidden_states, topk_weights, output)
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe(
@@ -333,6 +334,7 @@ class FusedMoEKernel:
                 output=output,
             )
         if torch.compiler.is_compiling():
+            _refuse_export()
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe_monolithic(
                 output, hidden_states, router_logits, correction_bias, expert_map, self._handle
@@ -448,6 +450,15 @@ def _kernel(handle: int) -> FusedMoEKernel:
     if kernel is None:
         raise ConfigError(f"the fused MoE kernel {handle} no longer exists; a compiled graph outlived its layer")
     return kernel
+
+
+def _refuse_export() -> None:
+    """ConfigError under ``torch.export``: in another process the number may be that of any layer."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "torch.export can't hold the experts: the graph names their kernel by a number of this process, and they "
+            "are no parameters; use torch.compile"
+        )
 
 
 @torch.library.custom_op("moe_core::fused_moe", mutates_args=("output",))
