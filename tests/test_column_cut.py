@@ -133,7 +133,7 @@ def test_ranks_have_the_layers_values_and_their_outputs_add_up(
         intermediate_size=size,
         dtype=torch.float32,
         has_bias=True,
-        activation="silu" if gated else "relu2_no_mul",  # type: ignore[arg-type]
+        activation="silu" if gated else "relu2_no_mul",
     )
     weights = make_weights(whole, key, activation, seed=size)
     try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from moe_core import FusedMoELayer, KernelWeights, MoEWeights
+from moe_core import ConfigError, FusedMoELayer, KernelWeights, MoEWeights
 from moe_core.quant_key import key_name
 from moe_core.testing.harness import same_bits
 from moe_core_layers import Kind, all_kinds
@@ -41,6 +42,15 @@ def test_a_layer_is_kept_whole(kind: Kind, way: Callable[[Any], Any]) -> None:
     assert other.selection == layer.selection
     other.reload(kind.weights(layer.config, seed=1))
     assert not torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("package", ["moe_core", "moe_fp8"])
+def test_a_file_of_another_version_is_refused(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts change between versions, and their tensors do not show it."""
+    written = pickle.dumps(next(kind for kind in all_kinds() if kind.scheme == "fp8").layer())
+    monkeypatch.setattr(sys.modules[package], "__version__", "9.9.9")
+    with pytest.raises(ConfigError, match=rf"was written by moe_core .*, this is .*{package} 9\.9\.9.*: layouts"):
+        pickle.loads(written)
 
 
 @pytest.mark.parametrize("kind", all_kinds(), ids=str)

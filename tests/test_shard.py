@@ -33,7 +33,7 @@ def config(size: int = 512, *, bias: bool = True, gated: bool = True) -> FusedMo
         intermediate_size=size,
         dtype=torch.float32,
         has_bias=bias,
-        activation="silu" if gated else "relu2_no_mul",  # type: ignore[arg-type]
+        activation="silu" if gated else "relu2_no_mul",
     )
 
 
@@ -114,7 +114,7 @@ def test_outputs_of_the_ranks_add_up(
 ) -> None:
     whole = config(384)
     empty = torch.zeros(0)
-    keys = MoEWeights(weight_key=weight_key, activation_key=activation_key, w13=empty, w2=empty)  # type: ignore[arg-type]
+    keys = MoEWeights(weight_key=weight_key, activation_key=activation_key, w13=empty, w2=empty)
     weights = make_weights(whole, keys.weight_key, keys.activation_key, seed=3)
     shards = [
         shard_layer(whole, weights, FusedMoEParallelConfig(tp_size=tp, tp_rank=i, ep_size=ep, ep_rank=j))

@@ -63,6 +63,9 @@ def test_a_rank_outside_its_group_is_refused() -> None:
 def test_all_to_all_is_needed_only_when_ranks_bring_own_tokens() -> None:
     assert not FusedMoEParallelConfig(ep_size=8).use_all2all_kernels
     assert FusedMoEParallelConfig(ep_size=8, dp_size=8).use_all2all_kernels
+    # columns of every expert are on all ranks, and each token needs them all
+    assert FusedMoEParallelConfig(tp_size=8, dp_size=8).use_all2all_kernels
+    assert not FusedMoEParallelConfig(tp_size=8).use_all2all_kernels
     assert not FusedMoEParallelConfig.make_no_parallel().use_ep
 
 

@@ -317,6 +317,25 @@ def test_routing_on_another_device_is_named() -> None:
         make(ToyExperts).apply(x, topk_weights=weights, topk_ids=ids.to("meta"))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("monolithic", [False, True])
+def test_layers_are_not_exported(monolithic: bool, strict: bool) -> None:
+    """Loaded in another process, the program would run whatever layer has the number there."""
+    x, logits, weights, ids = inputs()
+    kernel = make(MonolithicToyExperts if monolithic else ToyExperts)
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if monolithic:
+                return kernel.apply_monolithic(x, router_logits=logits)
+            return kernel.apply(x, topk_weights=weights, topk_ids=ids)
+
+    # older Dynamos can't trace the making of an error, and show where it was
+    said = r"torch\.export can't hold the experts" + (r"|in _refuse_export\n\s*raise ConfigError" if strict else "")
+    with pytest.raises(Exception, match=said), torch.no_grad():
+        torch.export.export(Model(), (x,), strict=strict)
+
+
 def test_a_copied_layer_compiles_to_its_own_weights() -> None:
     layer = make_layer()
     x, _, weights, ids = inputs()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,36 @@ def test_it_grows_and_then_stays() -> None:
     size = workspace.nbytes
     workspace.take([WorkspaceSpec("small", (1,), torch.float32)])
     assert workspace.nbytes == size
+
+
+def test_memory_of_another_stream_is_kept_until_the_calls_on_this_one_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    workspace = Workspace("cpu")
+    workspace._buffer = SimpleNamespace(  # type: ignore[assignment]
+        numel=lambda: 16, is_cuda=True, device="cuda:0", record_stream=told.append
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    workspace.reserve(16)
+    assert told == []
+    workspace.reserve(17)
+    assert told == ["the stream of cuda:0"]
+    assert workspace.nbytes == 17
+
+
+@pytest.mark.gpu
+def test_it_grows_on_another_stream_than_it_was_made_on() -> None:
+    workspace = Workspace("cuda")
+    old = workspace.hold(1 << 20).data_ptr()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1 << 28)
+        buffer = workspace.hold(1 << 20)
+        buffer.fill_(1)
+        del buffer
+        workspace.reserve(1 << 24)
+    # of the first stream, on which nothing is under way
+    assert torch.empty(1 << 20, dtype=torch.uint8, device="cuda").data_ptr() != old
+    torch.cuda.synchronize()
 
 
 def test_a_callers_buffer_is_used_or_refused_never_replaced() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -122,8 +123,10 @@ class FusedMoEParallelConfig:
 
     @property
     def use_all2all_kernels(self) -> bool:
-        """Whether tokens cross ranks before and after the experts."""
-        return self.use_ep and self.dp_size > 1
+        """Whether tokens cross ranks before and after the experts: those that share experts, or columns of one, have
+        different tokens.
+        """
+        return self.world_size > 1 and self.dp_size > 1
 
     @property
     def world_size(self) -> int:
@@ -212,6 +215,30 @@ class FusedMoEConfig:
     batch_invariant: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+
+    if TYPE_CHECKING:  # the fields, some of which may be given by name
+
+        def __init__(
+            self,
+            num_experts: int,
+            top_k: int,
+            hidden_size: int,
+            intermediate_size: int,
+            activation: MoEActivation | str = ...,
+            dtype: torch.dtype | str = ...,
+            num_local_experts: int | None = ...,
+            activation_params: ActivationParams | None = ...,
+            routing: RoutingConfig | RoutingMethodType | str | None = ...,
+            parallel: FusedMoEParallelConfig = ...,
+            has_bias: bool = ...,
+            apply_router_weight_on_input: bool = ...,
+            activation_format: FusedMoEActivationFormat | str = ...,
+            max_num_tokens: int | None = ...,
+            is_lora_enabled: bool = ...,
+            batch_invariant: bool = ...,
+            max_loras: int = ...,
+            max_lora_rank: int = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "max_loras", "max_lora_rank"):

@@ -9,6 +9,7 @@ would cost more than a small layer's launches.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -149,10 +150,19 @@ class FusedMoEKernel:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another kernel: it must not be found under the number of this one
-        return {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_replay")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_replay")}
+        return kept | {_VERSIONS: versions_of(self.experts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        kept = dict(state)
+        made_by = kept.pop(_VERSIONS, None)
+        here = versions_of(kept["experts"])
+        if made_by != here:
+            raise ConfigError(
+                f"the layer was written by {_named(made_by)}, this is {_named(here)}: layouts of weights belong to one "
+                "version; load the layer from its checkpoint"
+            )
+        self.__dict__.update(kept)
         self._register()
 
     def _register(self) -> None:
@@ -202,6 +212,7 @@ class FusedMoEKernel:
         """
         parts = self._modular_parts()
         if torch.compiler.is_compiling():
+            _refuse_export()
             self._refuse_gradients(hidden_states, topk_weights, output)
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe(
@@ -333,6 +344,7 @@ class FusedMoEKernel:
                 output=output,
             )
         if torch.compiler.is_compiling():
+            _refuse_export()
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe_monolithic(
                 output, hidden_states, router_logits, correction_bias, expert_map, self._handle
@@ -437,6 +449,20 @@ class FusedMoEKernel:
             movement.sum_ranks_async(output, partial).wait()
 
 
+#: in the state of a pickled kernel
+_VERSIONS = "versions"
+
+
+def versions_of(experts: FusedMoEExperts) -> dict[str, str | None]:
+    """Versions of the packages that say how the weights of ``experts`` lie."""
+    packages = ("moe_core", type(experts).__module__.partition(".")[0])
+    return {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+
+
+def _named(versions: dict[str, str | None] | None) -> str:
+    return "an unknown version" if versions is None else ", ".join(f"{name} {one}" for name, one in versions.items())
+
+
 # An operator takes tensors and numbers only, so a kernel is named by a number.  Weak values: a number must
 # not keep a layer's weights alive.
 _HANDLES = itertools.count(1)
@@ -448,6 +474,15 @@ def _kernel(handle: int) -> FusedMoEKernel:
     if kernel is None:
         raise ConfigError(f"the fused MoE kernel {handle} no longer exists; a compiled graph outlived its layer")
     return kernel
+
+
+def _refuse_export() -> None:
+    """ConfigError under ``torch.export``: in another process the number may be that of any layer."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "torch.export can't hold the experts: the graph names their kernel by a number of this process, and they "
+            "are no parameters; use torch.compile"
+        )
 
 
 @torch.library.custom_op("moe_core::fused_moe", mutates_args=("output",))

@@ -105,6 +105,25 @@ class FusedMoELayer(nn.Module):
             place, local = int(self.expert_map.max()), self.config.local_experts
             if place >= local:
                 raise TensorError(f"expert_map names place {place}, expected -1 or one of {local} places here, from 0")
+            self._check_placed(self.expert_map)
+
+    def _check_placed(self, expert_map: Tensor) -> None:
+        """Raise ConfigError where tokens are sent to other places than ``expert_map`` names."""
+        movement, rank = self.kernel.prepare_finalize, self.config.parallel.ep_rank
+        if movement is None or not movement.maps_experts or movement.placement is None:
+            return
+        if not torch.equal(expert_map.cpu(), movement.placement.expert_map(rank)):
+            raise ConfigError(
+                f"expert_map says that ep_rank {rank} holds the experts {self._mapped()}, and tokens are sent to it "
+                f"for {list(movement.placement.ranks[rank])}: give the placement= that the experts were chosen by"
+            )
+
+    def _mapped(self) -> list[int] | None:
+        """Global ids of the experts that the map has here, in their order; None without a map."""
+        if self.expert_map is None:
+            return None
+        places = {place: expert for expert, place in enumerate(self.expert_map.tolist()) if place >= 0}
+        return [places[place] for place in sorted(places)]
 
     @staticmethod
     @without_autocast
@@ -388,10 +407,7 @@ class FusedMoELayer(nn.Module):
         if movement is not None and movement.maps_experts and movement.placement is not None:
             # experts may have moved since the map was made
             return list(movement.placement.ranks[self.config.parallel.ep_rank])
-        if self.expert_map is None:
-            return None
-        places = {place: expert for expert, place in enumerate(self.expert_map.tolist()) if place >= 0}
-        return [places[place] for place in sorted(places)]
+        return self._mapped()
 
     def _router_of(self, source: LayerSource) -> dict[str, Tensor]:
         """The router of another checkpoint, by the names of this layer's tensors."""

@@ -107,7 +107,7 @@ class _Watch(TorchFunctionMode):
     )
     #: views where layout and arguments allow it, else copies
     _PERHAPS = frozenset({"__getitem__", "contiguous", "flatten", "reshape", "to"})
-    _MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+    _MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"})
     _NO_WORK = _METADATA | _VIEWS | _MEMORY
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -82,6 +82,32 @@ class MoEWeights(TensorRecord):
     w13_pre_scale: Tensor | None = None
     w2_pre_scale: Tensor | None = None
     shared: bool = False
+
+    if TYPE_CHECKING:  # the fields, of which keys may be given by name
+
+        def __init__(
+            self,
+            *,
+            weight_key: QuantKey | str | None,
+            activation_key: QuantKey | str | None,
+            w13: Tensor,
+            w2: Tensor,
+            w13_scale: Tensor | None = ...,
+            w2_scale: Tensor | None = ...,
+            w13_zero_point: Tensor | None = ...,
+            w2_zero_point: Tensor | None = ...,
+            w13_input_scale: Tensor | None = ...,
+            w2_input_scale: Tensor | None = ...,
+            w13_input_zero_point: Tensor | None = ...,
+            w2_input_zero_point: Tensor | None = ...,
+            w13_bias: Tensor | None = ...,
+            w2_bias: Tensor | None = ...,
+            w13_g_idx: Tensor | None = ...,
+            w2_g_idx: Tensor | None = ...,
+            w13_pre_scale: Tensor | None = ...,
+            w2_pre_scale: Tensor | None = ...,
+            shared: bool = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("weight_key", "activation_key"):

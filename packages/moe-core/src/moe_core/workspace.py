@@ -99,6 +99,9 @@ class Workspace:
         if self._captured:
             self._kept.append(self._buffer)
             self._captured = False
+        elif self._buffer.numel() and self._buffer.is_cuda:
+            # it may be of another stream than the calls are on, where its memory would be given away before they end
+            self._buffer.record_stream(torch.cuda.current_stream(self._buffer.device))
         self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def hold(self, nbytes: int) -> Tensor:

@@ -27,10 +27,11 @@ from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli import _machine, _output, _picture
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._layers import random_call
-from moe_core.cli._output import locked, write_whole, written_folder
+from moe_core.cli._output import locked, written_folder
 from moe_core.cli.backends import describe, details
 from moe_core.cli.doctor import INTEGRATION_GROUP
 from moe_core.registry import registry
+from moe_core.whole_file import write_whole
 from moe_core_checkpoints import write_quickstart
 from moe_core_cli.grammar import COMMANDS
 from moe_core_toys import GpuToyExperts

@@ -74,6 +74,23 @@ def test_layers_in_a_file(tmp_path: Path) -> None:
     save_placements(path, layers)
     assert load_placements(path) == layers
     assert [file.name for file in tmp_path.iterdir()] == ["placement.json"]
+    # as any file that this process makes: other users may read it where they may read those
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    (tmp_path / "link").symlink_to(path)
+    save_placements(tmp_path / "link", {0: layers[3]})
+    assert load_placements(path) == {0: layers[3]}
+    for wrong, message in (
+        ({-1: layers[3]}, "the index of a layer must be an integer of 0 or more, got -1"),
+        ({"3": layers[3]}, "the index of a layer must be an integer of 0 or more, got '3'"),
+        ({3: layers[3].to_json()}, "layer 3 has the placement {.*}, expected an ExpertPlacement"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            save_placements(path, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="can't be written"):
+        save_placements(tmp_path / "no" / "file", layers)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "other", "placement.json"]
+    assert load_placements(path) == {0: layers[3]}
     for content, message in (
         ("{", "is no JSON"),
         ("[]", "holds no placements"),
@@ -85,6 +102,9 @@ def test_layers_in_a_file(tmp_path: Path) -> None:
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             load_placements(path)
+    # no number of experts that a file names takes memory for each
+    with pytest.raises(ConfigError, match="no rank holds expert 1 and 2147483645 more"):
+        ExpertPlacement.from_json({"num_experts": 2**31 - 1, "ranks": [[0]]})
     with pytest.raises(ConfigError, match=r"can't be read from .*nowhere\.json"):
         load_placements(tmp_path / "nowhere.json")
 

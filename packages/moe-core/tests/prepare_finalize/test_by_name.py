@@ -21,7 +21,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(programs.every, seconds=90)
 
 
-@pytest.mark.parametrize("program", ["kinds_of_experts", "same_tokens", "moving"])
+@pytest.mark.parametrize("program", ["kinds_of_experts", "same_tokens", "moving", "copies"])
 def test_ranks_give_what_one_gives(ranks: list[dict[str, Any]], program: str) -> None:
     # they raise where outputs differ
     assert [found[program] for found in ranks] == [None] * 4
@@ -80,6 +80,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks: list[dict[s
                 "TensorError: tokens_per_rank is [9, 9, 9, 9], expected 4 numbers",
                 "ConfigError: AllReducePrepareAndFinalize adds up what ranks with the same tokens compute: it needs",
                 "ConfigError: AllToAllPrepareAndFinalize moves tokens between ranks: it needs process groups",
+                f"ConfigError: expert_map says that ep_rank {rank} holds the experts {[*programs.MOVED.ranks[rank]]}",
+                "nothing",
                 "ConfigError: the new placement has 1 experts on ep_rank" if rank > 1 else "",
             ),
             strict=True,
@@ -111,6 +113,8 @@ def test_a_config_names_its_prepare_finalize() -> None:
     assert named(ep_size=2, tp_size=2, dp_size=2, all2all_backend="alltoall") == "alltoall"
     with pytest.raises(ConfigError, match="all2all_backend is 'alltoal'; did you mean 'alltoall'"):
         load_prepare_finalize("alltoal")
-    parallel = FusedMoEParallelConfig.of_rank(0, ep_size=2, dp_size=2)
-    with pytest.raises(ConfigError, match=r"tokens cross ranks \(dp 2, ep 2\): pass groups= or prepare_finalize="):
-        default_prepare_finalize(replace(config, num_local_experts=4, parallel=parallel))
+    for ep, tp in ((2, 1), (1, 2)):
+        parallel = FusedMoEParallelConfig.of_rank(0, ep_size=ep, tp_size=tp, dp_size=2)
+        crossing = rf"tokens cross ranks \(dp 2, ep {ep}, tp {tp}\): pass groups= or prepare_finalize="
+        with pytest.raises(ConfigError, match=crossing):
+            default_prepare_finalize(replace(config, num_local_experts=8 // ep, parallel=parallel))

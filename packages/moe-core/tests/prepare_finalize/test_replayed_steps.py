@@ -5,6 +5,7 @@ Interpreted kernels are recorded as if they had been compiled.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import TypeAlias
 
@@ -12,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_core import FusedMoEKernel, FusedMoEParallelConfig
+from moe_core.expert_parallel import ExpertPlacement
 from moe_core.jit.launch import Launch, observe
 from moe_core.kernel_call import KernelCall
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
+from moe_core.prepare_finalize.destinations import Destinations
+from moe_core.replay import Replay
 from moe_core.workspace import Workspace
 from moe_core_layers import all_kinds
 from moe_core_pushing_ranks import ranks_of, start
@@ -105,3 +109,13 @@ def test_replayed_steps_compute_with_the_tensors_of_their_call(all2all: str, mon
         assert all(map(torch.equal, found, results))
     # none of the last call was dispatched
     assert not launched
+
+
+def test_copies_have_no_records_of_the_tables_that_they_are_copies_of() -> None:
+    destinations = Destinations(ExpertPlacement.contiguous(4, 2), 0)
+    device = torch.device("cpu")
+    destinations._steps[device] = Replay(destinations.tables(device))
+    copied = copy.deepcopy(destinations)
+    assert not copied._steps
+    assert destinations._steps
+    assert copied.tables(device).slots.data_ptr() != destinations.tables(device).slots.data_ptr()

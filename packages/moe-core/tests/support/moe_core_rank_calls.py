@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from moe_core import FusedMoEConfig, FusedMoEExperts, FusedMoEKernel, MoEError, MoEWeights, route
+from moe_core import FusedMoEConfig, FusedMoEExperts, FusedMoEKernel, FusedMoELayer, MoEError, MoEWeights, route
 from moe_core.distributed import ParallelGroups
 from moe_core.distributed.agreement import check_layers
 from moe_core.expert_parallel import ExpertPlacement
@@ -194,6 +195,24 @@ def moving(rank: int) -> None:
         equal(kernel.apply(x, **given), expected)
 
 
+def copies(rank: int) -> None:
+    """A copy communicates with the same ranks; where it sends tokens is its own matter."""
+    groups = ParallelGroups.create(timeout=20, dp_size=4)
+    x, _, topk_weights, topk_ids = batch(rank)
+    given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    expected = whole(ToyExperts).apply(x, **given)
+    for all2all in BACKENDS:
+        kernel = part(ToyExperts, groups.with_tokens(4, all2all))
+        kernel.apply(x, **given)
+        copied = copy.deepcopy(kernel)
+        movement = copied.prepare_finalize
+        assert movement is not None
+        movement.move_experts(MOVED)
+        copied.weights.copy_(copied.experts.convert(held(weights_of(), MOVED.ranks[rank])))
+        equal(copied.apply(x, **given), expected)
+        equal(kernel.apply(x, **given), expected)
+
+
 class InvariantToyExperts(ToyExperts):
     """Token by token, so nothing depends on the others."""
 
@@ -309,11 +328,13 @@ def unfit(rank: int) -> list[str]:
         told(lambda: kernel.apply(x, **named, tokens_per_rank=[9, 9, 9, 9])),
         told(lambda: load_prepare_finalize("all_reduce")(config, groups)),
         told(lambda: load_prepare_finalize("alltoall")(config)),
+        told(lambda: FusedMoELayer(kernel, cast(Any, None), expert_map=MOVED.expert_map(rank))),
+        told(lambda: FusedMoELayer(kernel, cast(Any, None), expert_map=SPREAD.expert_map(rank))),
         told(lambda: kernel.prepare_finalize.move_experts(ExpertPlacement.round_robin(6, 4))),  # type: ignore[union-attr]
     ]
 
 
 def every(rank: int) -> dict[str, Any]:
     """All of these in one start of the ranks; :func:`missing` last, since it leaves groups that are broken."""
-    programs = (kinds_of_experts, steps, same_tokens, moving, invariant, disagreeing, unfit, missing)
+    programs = (kinds_of_experts, steps, same_tokens, moving, copies, invariant, disagreeing, unfit, missing)
     return {program.__name__: program(rank) for program in programs}

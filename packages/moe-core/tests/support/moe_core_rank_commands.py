@@ -1,4 +1,4 @@
-"""What ranks of the tests of commands do: they run ``moe``, in an installation that has the scheme ``plain`` alone."""
+"""What ranks of the tests of commands do: they run ``moe``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from moe_core_checkpoints import entry_points
 
 
 def run_commands(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each command."""
+    """As :func:`run_installed`, in an installation that has the scheme ``plain`` alone."""
     importlib.metadata.entry_points = entry_points  # type: ignore[assignment]
     from moe_core.registry import registry
-    from moe_core_cli.main import main
 
     registry.cache_clear()
+    return run_installed(rank, ranks, commands)
+
+
+def run_installed(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each command."""
+    from moe_core_cli.main import main
+
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     found = []
     for command in commands:

@@ -223,3 +223,17 @@ def test_what_is_smaller_than_any_normal_number_may_be_zero() -> None:
     nothing[1] = 0
     with pytest.raises(AssertionError, match="are outside their bounds"):
         expected.compare(nothing, "lost")
+
+
+def test_what_ranks_add_up_may_err_as_their_parts_and_the_additions_do() -> None:
+    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=64, intermediate_size=64)
+    parts = [plain_expected(config, (kInt8StaticChannelSym, kInt8DynamicTokenSym), seed)[0] for seed in (0, 1)]
+    found = Expected.sum_of(parts, config.dtype)
+    assert Expected.sum_of(parts[:1], config.dtype) is parts[0]
+    assert torch.equal(found.exact, parts[0].exact + parts[1].exact)
+    added = 2**-8 * (parts[0].exact.abs() + parts[1].exact.abs())  # bfloat16 has 8 bits
+    assert torch.allclose(found.bound, parts[0].bound + parts[1].bound + added)
+    assert max(part.limit for part in parts) < found.limit < sum(part.limit for part in parts) + float(added.norm())
+    rounded = sum(part.exact.bfloat16() for part in parts)
+    assert isinstance(rounded, torch.Tensor)
+    found.compare(rounded, "bfloat16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,32 +48,38 @@ def needs_all_experts(layer: FusedMoELayer) -> bool:
 
 def check_output(
     layer: FusedMoELayer,
-    weights: MoEWeights,
-    config: FusedMoEConfig,
+    parts: Iterable[tuple[FusedMoEConfig, MoEWeights, Tensor | None]],
     x: Tensor,
     output: Tensor,
     *,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    expert_map: Tensor | None = None,
 ) -> Check:
     """Compare ``output`` [M, K] of ``layer`` for hidden states ``x`` [M, K] with the reference; all on the CPU.
 
-    ``weights``: the checkpoint's, canonical; with ``expert_map`` [E], of the experts that it names, as ``config`` is.
+    ``parts``: the checkpoint's canonical weights, one part for each rank, whose outputs were added up: its config, its
+    weights, and its expert map [E], which names the experts that they are of (None: all).
     """
-    from moe_core.testing.tolerance import expected_output, yardstick_dtype
+    from moe_core.testing.tolerance import Expected, expected_output, yardstick_dtype
 
-    experts = layer.kernel.experts
-    expected = expected_output(
-        experts.break_ties(x),
-        experts.requantized(weights),
-        config,
-        topk_weights=topk_weights.float(),
-        topk_ids=topk_ids.long(),
-        expert_map=expert_map,
-        compute_dtype=yardstick_dtype(config.dtype, layer.weights.device, layer.selection.activation_key),
-        rounds_products=experts.claims.rounds_products,
-    )
+    dtype, device = layer.config.dtype, layer.weights.device
+    found = []
+    for config, weights, expert_map in parts:
+        keys = {"weight_key": weights.weight_key, "activation_key": weights.activation_key}
+        experts = type(layer.kernel.experts)(config, **keys, device=layer.selection.device)
+        found.append(
+            expected_output(
+                experts.break_ties(x),
+                experts.requantized(weights),
+                config,
+                topk_weights=topk_weights.float(),
+                topk_ids=topk_ids.long(),
+                expert_map=expert_map,
+                compute_dtype=yardstick_dtype(dtype, device, layer.selection.activation_key),
+                rounds_products=experts.claims.rounds_products,
+            )
+        )
+    expected = Expected.sum_of(found, dtype)
     fault = None
     try:
         expected.compare(output, layer.selection.backend, elements=output.numel() <= MOST_BOUNDED)

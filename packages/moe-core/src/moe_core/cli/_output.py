@@ -1,4 +1,4 @@
-"""What commands print: text or JSON on stdout, progress on a terminal's stderr; files written whole or not at all."""
+"""What commands print: text or JSON on stdout, progress on a terminal's stderr; files and folders that they write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import stat
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from moe_core_cli.terminal.console import say
 
 from moe_core.errors import ConfigError, printable
+from moe_core.whole_file import writing
 
 #: characters of a progress bar
 BAR = 24
@@ -128,34 +128,6 @@ def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None)
     linked = {Path(os.path.realpath(file)) for file in checkpoint.iterdir()}
     if target in linked or target.is_relative_to(os.path.realpath(checkpoint)):
         raise ConfigError(f"{path} is a file of the checkpoint itself; files in its folder are never replaced")
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What goes wrong while ``path`` is written, as ConfigError with its name: what a full disk raises has none."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) else None
-        raise ConfigError(f"{path} can't be written: {why or error}") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content``, so that the file holds all of it or is untouched; a symbolic link stays one."""
-    target = Path(os.path.realpath(path))
-    # containers that share a folder may have processes of the same number
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    with writing(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

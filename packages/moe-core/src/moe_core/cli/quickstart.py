@@ -113,9 +113,8 @@ def _compare(checkpoint: Checkpoint, source: LayerSource, device: torch.device, 
     start = time.perf_counter()
     output = once()
     seconds_run = seconds_since(start)
-    check = check_output(
-        layer, source.weights(), source.config, x, output, topk_weights=topk_weights.cpu(), topk_ids=topk_ids.cpu()
-    )
+    whole = [(source.config, source.weights(), None)]
+    check = check_output(layer, whole, x, output, topk_weights=topk_weights.cpu(), topk_ids=topk_ids.cpu())
     return _Outcome(layer, args.tokens, check, seconds_load, seconds_run)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moe_core.checkpoint import LayerSource
     from moe_core.cli._check import Check
     from moe_core.cli._tensors import LayerInput
+    from moe_core.column_cut import ColumnCut
     from moe_core.layer import FusedMoELayer
 
 
@@ -49,11 +50,11 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     # everything about the tokens is checked before gigabytes of weights are read
     tokens = _tokens(args, source)
     several: dict[str, Any] = {}
-    over_ranks = None
+    over_ranks, cut = None, None
     if ranks is not None:
         most = -(-tokens.hidden_states.shape[0] // ranks.parallel.dp_size)
         part = _arguments.source_of(args, checkpoint, parallel=ranks.parallel)
-        over_ranks, chosen, _ = ranks.choose(args, part.scheme, part.config, part.cuts, most)
+        over_ranks, chosen, cut = ranks.choose(args, part.scheme, part.config, part.cuts, most)
         several = {"groups": ranks.groups(chosen), "max_num_tokens": max(most, 1)}
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
@@ -83,7 +84,7 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     check = None
     if args.check:
         with progress("computing the float64 reference"):
-            check = _check(args, source, layer, tokens, output)
+            check = _check(args, source, layer, tokens, output, cut)
     data = _summary(args, source, layer, tokens, output, loading, running, check)
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
@@ -139,12 +140,22 @@ def _apply(
 
 
 def _check(
-    args: argparse.Namespace, source: LayerSource, layer: FusedMoELayer, tokens: LayerInput, output: Tensor
+    args: argparse.Namespace,
+    source: LayerSource,
+    layer: FusedMoELayer,
+    tokens: LayerInput,
+    output: Tensor,
+    cut: ColumnCut | None,
 ) -> Check:
-    """The output beside the reference, made of the weights of those experts that have tokens."""
+    """The output beside the reference, made of the weights of those experts that have tokens.
+
+    ``cut``: how ranks share the columns; None where there is one.
+    """
     import torch
 
     from moe_core.cli._check import check_output, needs_all_experts
+    from moe_core.cli._rank_parts import rank_parts
+    from moe_core.shard import map_of
 
     weights, ids = tokens.topk_weights, tokens.topk_ids
     if weights is None or ids is None:
@@ -152,19 +163,14 @@ def _check(
         weights, ids = (tensor.cpu() for tensor in layer.route(logits))
     chosen = torch.arange(source.config.num_experts) if needs_all_experts(layer) else torch.unique(ids).long()
     chosen = chosen if len(chosen) else torch.zeros(1, dtype=torch.long)
-    part = _arguments.source_of(args, source.layer.checkpoint, source.index, experts=chosen.tolist())
-    expert_map = torch.full((source.config.num_experts,), -1, dtype=torch.int32)
-    expert_map[chosen] = torch.arange(len(chosen), dtype=torch.int32)
-    return check_output(
-        layer,
-        part.weights(),
-        part.config,
-        tokens.hidden_states.to(source.config.dtype),
-        output,
-        topk_weights=weights,
-        topk_ids=ids,
-        expert_map=expert_map,
-    )
+    experts = chosen.tolist()
+    part = _arguments.source_of(args, source.layer.checkpoint, source.index, experts=experts)
+    if cut is None:
+        parts = iter([(part.config, part.weights(), map_of(experts, source.config.num_experts, "cpu"))])
+    else:
+        parts = rank_parts(part.config, part.weights(), experts, layer.config.parallel, cut)
+    x = tokens.hidden_states.to(source.config.dtype)
+    return check_output(layer, parts, x, output, topk_weights=weights, topk_ids=ids)
 
 
 def _summary(

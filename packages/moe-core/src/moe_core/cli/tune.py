@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._layers import Layer, kinds_of_layers, token_counts
-from moe_core.cli._output import check_spares, check_writable, emit, locked, progress, table, write_whole, writing
+from moe_core.cli._output import check_spares, check_writable, emit, locked, progress, table
 from moe_core.errors import ConfigError
+from moe_core.whole_file import write_whole, writing
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 _SPIN_SECONDS = 2e-3
 
 
+class SharedByCopies:
+    """What a rank has together with other ranks: copies of a layer share it, as these ranks know of one alone."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
 @dataclass(frozen=True, eq=False)
-class Communicator:
+class Communicator(SharedByCopies):
     """What calls among the ranks of ``group`` go through.
 
     ``timeout``: that of the group, after which errors say that a rank did not come.  ``what`` of a call is a clause for

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moe_core.config import FusedMoEParallelConfig, TokenSharing
 from moe_core.distributed.agreement import check_agreement
-from moe_core.distributed.communication import Communicating, Communicator
+from moe_core.distributed.communication import Communicating, Communicator, SharedByCopies
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WATCHDOG_GRACE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelGroups:
+class ParallelGroups(SharedByCopies):
     """The process groups of one rank of a layer; made by :meth:`create` or :meth:`from_mesh`, or of an engine's own.
 
     - ``parallel``: sizes, and this rank's numbers
@@ -191,9 +191,6 @@ class ParallelGroups:
     def among(self, group: ProcessGroup | None = None) -> Communicator:
         """What calls among the ranks of ``group`` (default: all of the layer) go through."""
         return Communicator(self.world if group is None else group, self.timeout)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroups:
-        return self
 
     def __reduce__(self) -> Any:
         raise ConfigError(

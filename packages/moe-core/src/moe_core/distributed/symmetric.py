@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_core.distributed.agreement import exchange
+from moe_core.distributed.communication import SharedByCopies
 from moe_core.errors import CommunicationError, ConfigError, FallbackWarning
 from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
 from moe_core.ops.token_layout import TokenCode
@@ -124,7 +125,7 @@ def _without_multicast() -> Iterator[None]:
             os.environ[_NO_MULTICAST] = before
 
 
-class ExchangeBuffers:
+class ExchangeBuffers(SharedByCopies):
     """The buffers of a rank, taken in turn by the calls of all layers that share them.
 
     All ranks make the same calls in the same order, so they take the same ones.  What a CUDA graph was captured with
@@ -179,7 +180,7 @@ _SHARED: weakref.WeakValueDictionary[tuple[str, torch.device, ExchangeShape], Ex
 )
 
 
-class ExchangeRoom:
+class ExchangeRoom(SharedByCopies):
     """Buffers of a rank that grow with the calls, shared by all layers whose tokens a group exchanges.
 
     All ranks make the same calls in the same order, with the same sizes: so they grow together, which is a call among

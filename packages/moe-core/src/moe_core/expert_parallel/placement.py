@@ -10,7 +10,6 @@ import itertools
 import json
 import operator
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.config import whole_number
 from moe_core.errors import ConfigError
+from moe_core.whole_file import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +61,12 @@ class ExpertPlacement:
             if len(set(held)) < len(held):
                 twice = next(expert for expert in held if held.count(expert) > 1)
                 raise ConfigError(f"rank {rank} holds expert {twice} twice: replicas belong on different ranks")
-        missing = sorted(set(range(count)) - set(itertools.chain.from_iterable(ranks)))
+        found = set(itertools.chain.from_iterable(ranks))
+        missing = count - len(found)
         if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ConfigError(f"no rank holds expert {missing[0]}{more}: every expert must be on some rank")
+            first = next(expert for expert in range(count) if expert not in found)
+            more = f" and {missing - 1} more" if missing > 1 else ""
+            raise ConfigError(f"no rank holds expert {first}{more}: every expert must be on some rank")
 
     @staticmethod
     def contiguous(num_experts: int, ep_size: int) -> ExpertPlacement:
@@ -152,20 +154,13 @@ class ExpertPlacement:
 
 
 def save_placements(path: str | os.PathLike[str], placements: Mapping[int, ExpertPlacement]) -> None:
-    """Write the placement of each layer (by its index) to a JSON file, whole or not at all."""
-    content = {
-        "version": VERSION,
-        "layers": {str(layer): placement.to_json() for layer, placement in sorted(placements.items())},
-    }
-    target = Path(path)
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(content, file)
-        os.replace(file.name, target)
-    except OSError as error:
-        raise ConfigError(f"placements can't be written to {target}: {error.strerror or error}") from None
+    """Write the placement of each layer (by its index) to a JSON file, whole or not at all.  Raises ConfigError."""
+    layers = {whole_number("the index of a layer", layer, 0): placement for layer, placement in placements.items()}
+    for layer, placement in layers.items():
+        if not isinstance(placement, ExpertPlacement):
+            raise ConfigError(f"layer {layer} has the placement {_short(placement)}, expected an ExpertPlacement")
+    content = {"version": VERSION, "layers": {str(layer): layers[layer].to_json() for layer in sorted(layers)}}
+    write_whole(Path(path), json.dumps(content).encode())
 
 
 def load_placements(path: str | os.PathLike[str]) -> dict[int, ExpertPlacement]:

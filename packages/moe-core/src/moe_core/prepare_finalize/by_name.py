@@ -81,7 +81,8 @@ def default_prepare_finalize(
     if groups is None:
         if parallel.use_all2all_kernels:
             raise ConfigError(
-                f"tokens cross ranks (dp {parallel.dp_size}, ep {parallel.ep_size}): pass groups= or prepare_finalize="
+                f"tokens cross ranks (dp {parallel.dp_size}, ep {parallel.ep_size}, tp {parallel.tp_size}): pass "
+                "groups= or prepare_finalize="
             )
         return _within_a_rank(config)(config)
     theirs = groups.parallel

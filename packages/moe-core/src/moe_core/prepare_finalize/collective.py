@@ -73,6 +73,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.ranks: ParallelGroups = groups
         self._code: TokenCode | None = None
         self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
+        self.placement = self.destinations.placement
 
     @property
     def maps_experts(self) -> bool:

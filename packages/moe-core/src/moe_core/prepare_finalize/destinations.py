@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class Destinations:
         self.offset = offset
         self._tables: dict[torch.device, ReplicaTables] = {}
         self._steps: dict[torch.device, Replay] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has tables in memory of its own, and the records name those of this one
+        return self.__dict__ | {"_steps": {}}
 
     @staticmethod
     def of_layer(

@@ -31,6 +31,7 @@ A token's expert ids are distinct, as every router makes them: errors of one exp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,25 @@ class Expected:
     def limit(self) -> float:
         """The largest allowed Frobenius norm of the error."""
         return max(FACTOR * self.yardstick, self.floor)
+
+    @staticmethod
+    def sum_of(parts: Sequence[Expected], dtype: torch.dtype) -> Expected:
+        """Of the sum of what several ranks compute, whose outputs are rounded to ``dtype`` and added up in it.
+
+        The ranks' errors are independent.  Each addition rounds a sum of at most the parts' magnitudes.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        magnitude = torch.stack([part.exact.abs() for part in parts]).sum(0)
+        added = (len(parts) - 1) * Rounding(dtype).unit * magnitude
+        return Expected(
+            torch.stack([part.exact for part in parts]).sum(0),
+            torch.stack([part.bound for part in parts]).sum(0) + added,
+            math.hypot(*(part.yardstick for part in parts)),
+            math.hypot(*(part.typical for part in parts)),
+            # of squares: expectations add up, deviations and largest events no more than that
+            math.hypot(*(part.floor for part in parts)) + float(added.norm()),
+        )
 
     def compare(self, actual: Tensor, what: str, *, elements: bool = True) -> None:
         """Raise AssertionError, with all figures, unless ``actual`` [M, K] meets both conditions, or the first only.

@@ -1,0 +1,52 @@
+"""What each rank of a layer computes, for the reference: its experts, its columns of them, the groups that these have.
+
+Activations that enter a rank's part of w2 are quantised by what this rank has of them, in groups as fine as its own.
+So ranks compute with other numbers than one that has the whole layer, and neither is the other's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.column_cut import ColumnCut, cut_columns, refine
+from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.shard import local_expert_range, map_of
+
+if TYPE_CHECKING:
+    from moe_core.weights import MoEWeights
+
+
+def rank_parts(
+    config: FusedMoEConfig,
+    weights: MoEWeights,
+    experts: Sequence[int],
+    parallel: FusedMoEParallelConfig,
+    cut: ColumnCut,
+) -> Iterator[tuple[FusedMoEConfig, MoEWeights, Tensor]]:
+    """(config, canonical weights, expert map) of each rank that holds some of ``experts``.
+
+    ``config`` and ``weights`` are of all columns of these, ascending global ids.  ``parallel``: of any of the ranks,
+    which hold consecutive experts; ``cut``: how they share the columns.
+    """
+    places = {expert: place for place, expert in enumerate(experts)}
+    for ep_rank in range(parallel.ep_size):
+        here = replace(parallel, ep_rank=ep_rank, dp_size=1, dp_rank=0)
+        held = [expert for expert in local_expert_range(config.num_experts, here) if expert in places]
+        if not held:
+            continue
+        index = torch.tensor([places[expert] for expert in held])
+        chosen: dict[str, Any] = {name: tensor[index] for name, tensor in weights.tensors()}
+        part = replace(config, num_local_experts=len(held))
+        whole = refine(part, replace(weights, **chosen), cut.weight_key)
+        for tp_rank, (begin, end) in enumerate(cut.ranges):
+            columns = cut_columns(part, whole, begin, end, with_bias=tp_rank == 0)
+            yield (
+                replace(part, intermediate_size=end - begin),
+                replace(columns, activation_key=cut.activation_key),
+                map_of(held, config.num_experts, "cpu"),
+            )
