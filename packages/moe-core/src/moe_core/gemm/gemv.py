@@ -18,9 +18,59 @@ from torch import Tensor
 
 from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.gemm.launch import Activation, Result, Routing, epilogue_of
+from moe_core.jit.launch import launch
 from moe_core.ops.reduce import reduce_pairs
 
-Step = Literal["gemm1", "gemm2", "gemm2_finalize"]
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One launch: gemm1 with an ``activation``, gemm2, which follows it, without.
+
+    ``out`` [pairs, intermediate size] of ``x`` [tokens, hidden size], or float32 [pairs, hidden size] of ``x`` [pairs,
+    intermediate size].  ``finalizes``: gemm2 of a plan that says ``fuse_finalize``, to the layer's [tokens, hidden
+    size].
+    """
+
+    x: Tensor
+    out: Tensor
+    routing: Routing
+    config: GemvConfig
+    pdl: bool = False
+    activation: Activation | None = None
+    finalizes: bool = False
+
+    def start(
+        self,
+        kernel: Any,
+        programs: int,
+        weight: tuple[Any, ...],
+        n: int,
+        k: int,
+        bias: Tensor | None,
+        form: tuple[Any, ...],
+        *others: Any,
+        **constants: Any,
+    ) -> None:
+        """With what all kernels get; ``weight``: the kernel's own arguments, `b_args`."""
+        launch(
+            kernel,
+            (programs,),
+            Result.of(self.out),
+            self.x,
+            self.x.stride(0),
+            weight,
+            self.routing.arguments,
+            epilogue_of(bias, self.routing, self.activation),
+            n,
+            k,
+            form,
+            *others,
+            SECOND=self.activation is None,
+            ALONG_M=self.config.along_m,
+            pdl=self.pdl,
+            num_warps=self.config.num_warps,
+            **constants,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +90,8 @@ class GemvLayer(ABC):
         return values
 
     @abstractmethod
-    def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
-        """One launch; that of gemm2 follows the one of gemm1.
-
-        - "gemm1": ``out`` [pairs, intermediate size] of ``x`` [tokens, hidden size]
-        - "gemm2": [pairs, hidden size] float32 of ``x`` [pairs, intermediate size]
-        - "gemm2_finalize": the layer's [tokens, hidden size], of a plan that says ``fuse_finalize``
-        """
+    def multiply(self, product: Product) -> None:
+        """Start one product."""
 
     def __call__(
         self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
@@ -55,31 +100,13 @@ class GemvLayer(ABC):
 
         ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
         """
-        h, columns = workspace["h"], out.shape[1]
-        x = self.operand("x", x, routing, workspace, plan.pdl)
-        self.multiply(x, h, routing, plan.gemm1, "gemm1", plan.pdl)
-        h = self.operand("h", h, routing, workspace, plan.pdl)
+        h, columns, pdl = workspace["h"], out.shape[1], plan.pdl
+        x = self.operand("x", x, routing, workspace, pdl)
+        self.multiply(Product(x, h, routing, plan.gemm1, pdl, self.activation))
+        h = self.operand("h", h, routing, workspace, pdl)
         if plan.fuse_finalize:
-            self.multiply(h, out, routing, plan.gemm2, "gemm2_finalize", plan.pdl)
+            self.multiply(Product(h, out, routing, plan.gemm2, pdl, finalizes=True))
             return
         y = workspace["partials"][: routing.num_pairs * columns].view(-1, columns)
-        self.multiply(h, y, routing, plan.gemm2, "gemm2", plan.pdl)
-        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=plan.pdl)
-
-
-def vector_arguments(
-    out: Tensor,
-    x: Tensor,
-    weight: tuple[Any, ...],
-    n: int,
-    k: int,
-    bias: Tensor | None,
-    routing: Routing,
-    activation: Activation | None,
-) -> tuple[Any, ...]:
-    """What all kernels get first: ``out`` [pairs, N] of ``x`` [tokens, K], or of [pairs, K] without ``activation``.
-
-    ``weight``: the kernel's own arguments, `b_args`.
-    """
-    epilogue = epilogue_of(bias, routing, activation)
-    return Result.of(out), x, x.stride(0), weight, routing.arguments, epilogue, n, k
+        self.multiply(Product(h, y, routing, plan.gemm2, pdl))
+        reduce_pairs(y, routing.ids, routing.num_experts, out, expert_map=routing.expert_map, pdl=pdl)

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.gemm.gemv import GemvLayer, Step, vector_arguments
-from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import GemmWeight, Routing, constant, weight_strides
-from moe_core.jit.launch import launch
+from moe_core.gemm.gemv import GemvLayer, Product
+from moe_core.gemm.launch import GemmWeight, constant, weight_strides
 
 #: columns of a block of block-major weights
 BLOCK = 128
@@ -42,34 +40,31 @@ class ScaledGemvLayer(GemvLayer):
         """Whether the kernels can read the weights, which is in whole 16 bytes; activations lie anyhow."""
         return all(weight.aligned and weight.k % COLUMNS == 0 for weight in (self.w13, self.w2))
 
-    def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
+    def multiply(self, product: Product) -> None:
         from moe_core.gemm.scaled_gemv_kernel import ScaledGemvForm, scaled_gemv_kernel
 
-        second, finalize = step != "gemm1", step == "gemm2_finalize"
-        weight, scale = (self.w2, self.h_scale) if second else (self.w13, self.x_scale)
-        activation = None if second else self.activation
+        config, routing, activation = product.config, product.routing, product.activation
+        weight, scale = (self.w2, self.h_scale) if activation is None else (self.w13, self.x_scale)
         # of each half
         weights, scales, _, _, _, *others = weight.arguments
         halves = 2 if activation is not None and activation.gated else 1
-        pairs = routing.top_k if finalize else 1
+        pairs = routing.top_k if product.finalizes else 1
         rows = config.block_n // halves // pairs
-        arguments = weights, scales, *weight_strides(weights, BLOCK), *others
         lanes = config.block_w // WORDS
         # float32 results are to be as exact as float32
-        summed = 1 if x.dtype is torch.float32 else SUMMED
-        launch(
+        summed = 1 if product.x.dtype is torch.float32 else SUMMED
+        product.start(
             scaled_gemv_kernel,
-            (routing.num_pairs // pairs * -(-weight.n // rows),),
-            *vector_arguments(out, x, arguments, weight.n, weight.k, weight.bias, routing, activation),
+            routing.num_pairs // pairs * -(-weight.n // rows),
+            (weights, scales, *weight_strides(weights, BLOCK), *others),
+            weight.n,
+            weight.k,
+            weight.bias,
             ScaledGemvForm(weights, constant(summed), self.quantize, constant(self.group)),
             scale,
             ROWS=rows,
             LANES=lanes,
             DEPTH=config.num_stages,
             STEPS=-(-weight.k // (COLUMNS * lanes)),
-            VECTORS=pairs if finalize else 0,
-            SECOND=second,
-            ALONG_M=config.along_m,
-            pdl=pdl,
-            num_warps=config.num_warps,
+            VECTORS=pairs if product.finalizes else 0,
         )

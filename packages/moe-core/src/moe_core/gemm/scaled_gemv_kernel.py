@@ -394,22 +394,9 @@ def scaled_gemv_kernel(
         finalize_pairs(sums_of_pairs, epilogue, result, N, expert, exists, pair, first_pair // PAIRS, columns)
     else:
         value = found[0].reshape([ROWS, 1])  # type: ignore[misc]
+        up = found[HALVES - 1].reshape([ROWS, 1])  # type: ignore[var-annotated]
         layout: gl.constexpr = value.type.layout
         one = gl.arange(0, 1, layout=gl.SliceLayout(0, layout))
         target = first_pair + one
         columns = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        finish_tile(
-            value,
-            found[HALVES - 1].reshape([ROWS, 1]),
-            epilogue,
-            result,
-            N,
-            own_expert,
-            target,
-            target,
-            one == 0,
-            block,
-            columns,
-            True,
-            False,
-        )
+        finish_tile(value, up, epilogue, result, N, own_expert, target, target, one == 0, block, columns, True, False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_core.gemm.gemv import Product
 from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
+from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.gemv import GemvFunctions, gemv
+from moe_core.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
 from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
 from moe_core.gemm.plan import TileConfig
 from moe_core.gemm.workspaces import order_workspaces
@@ -52,5 +53,6 @@ def multiplied_by_gemv(weight: Converted, bits: int, functions: GemvFunctions, n
     y = torch.empty(rows, n, device=x.device)
     ids = torch.zeros(rows, 1, dtype=torch.int32, device=x.device)
     routing = Routing(ids, torch.ones(rows, 1, device=x.device), 1)
-    gemv(functions, x, matrix, y, routing, None, GemvConfig(128, 32, 4), pdl=False)
+    product = Product(x, y, routing, GemvConfig(128, 32, 4))
+    MarlinGemvLayer(Activation(), functions, matrix, matrix).multiply(product)
     return y

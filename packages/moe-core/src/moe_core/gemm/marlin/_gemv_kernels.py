@@ -121,26 +121,15 @@ def _of_pairs(words, k, form, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load(
-    words,
-    stride_k,
-    scale,
-    k,
-    stride,
-    width,
-    groups,
-    inside,
-    form,
-    BLOCK_W: tl.constexpr,
-    EVEN: tl.constexpr,
-    PAIRED: tl.constexpr,
-):
+def _load(b_args, words, scale, k, width, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
     """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4].
 
-    PAIRED: of scales that are in pairs their words, so that nothing waits for them before `_scaled`.
+    `words` and `scale` point to the first of each row.  Of scales that are in pairs their words, so that nothing waits
+    for them before `_scaled`.
     """
+    PAIRED: tl.constexpr = b_args.scales.dtype.element_ty.primitive_bitwidth == 16
     column = k + tl.arange(0, BLOCK_W)
-    pointers = words[:, None] + _in_steps(column, stride_k, form)[None, :]
+    pointers = words[:, None] + _in_steps(column, b_args.stride_k, form)[None, :]
     if EVEN:
         tile = tl.load(pointers)
     else:
@@ -153,7 +142,7 @@ def _load(
         if PAIRED and len(group.shape) == 2:
             group = group // 2
         # beyond the last group are zeros of x
-        group = tl.minimum(group, groups - 1) * stride
+        group = tl.minimum(group, b_args.groups - 1) * b_args.scale_g
         if len(group.shape) == 2:
             return tile, tl.load(scale[:, None] + group, mask=inside[:, None], other=0)
         else:
@@ -161,14 +150,14 @@ def _load(
 
 
 @triton.jit
-def _scaled(sums, x_sums, scales, k, form, dtype: tl.constexpr, PAIRED: tl.constexpr):
+def _scaled(sums, x_sums, scales, k, form, dtype: tl.constexpr):
     """[N, Q] of what `_dot` returns: times the scales of `dtype` that `_load` returns, four words added up."""
     if form.scales == "zero":
         sums += (2.0 ** (form.bits - 1) - zero_of(scales)) * x_sums
     if form.scales == "e8m0":
         exponent = unpack(scales, 8) - 127
         sums *= (tl.maximum(exponent, 0) << 23).to(tl.float32, bitcast=True)
-    elif PAIRED:
+    elif dtype.primitive_bitwidth == 16:
         sums *= _of_pairs(scales, k, form, dtype)
     elif form.scales != "row":
         sums *= scale_of(scales)
@@ -187,9 +176,8 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     # beyond the last: that again
     words = b_args.words + base * b_args.stride_e + tl.minimum(rows, N - 1).to(tl.int64) * b_args.stride_n
     dtype: tl.constexpr = b_args.scales.dtype.element_ty
-    PAIRED: tl.constexpr = dtype.primitive_bitwidth == 16
     scales = b_args.scales
-    if PAIRED:
+    if dtype.primitive_bitwidth == 16:
         scales = word_pointers(scales)
     scales += base * b_args.scale_e + rows
     if WAIT:
@@ -198,10 +186,8 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
         begin_pdl(WAIT)
     total = tl.zeros((rows.shape[0], BLOCK_W // 4), tl.float32)
     for k in range(0, width, BLOCK_W):
-        tile, found = _load(
-            words, b_args.stride_k, scales, k, b_args.scale_g, width, b_args.groups, inside, form, BLOCK_W, EVEN, PAIRED
-        )
-        total += _scaled(*_dot(tile, x, k, K, form), found, k, form, dtype, PAIRED)
+        tile, found = _load(b_args, words, scales, k, width, inside, form, BLOCK_W, EVEN)
+        total += _scaled(*_dot(tile, x, k, K, form), found, k, form, dtype)
     if form.scales == "row":
         total *= tl.load(scales, mask=inside, other=0.0)[:, None]
     if b_args.others is not None:

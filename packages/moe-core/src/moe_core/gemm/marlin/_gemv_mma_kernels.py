@@ -26,7 +26,6 @@ from moe_core.gemm.marlin.hopper_words import (
     numbers_of,
     quarters,
 )
-from moe_core.gemm.marlin.operand import scale_of
 from moe_core.gemm.schedule import locate_vector
 from moe_core.gemm.tile_kernel import deinterleave, finish_tile
 from moe_core.jit.pdl import begin_pdl, wait_at_first
@@ -45,7 +44,7 @@ class MmaForm(NamedTuple):
     """What the kernel is compiled for; constants, and a device function.
 
     - ``parts``: 1, 2 or 4 warps share the columns of the same rows
-    - ``groups`` and ``dequantize``: `moe_core.gemm.marlin.weight.WordFunctions`
+    - ``groups``, not 0, and ``dequantize``: `moe_core.gemm.marlin.weight.WordFunctions`
     """
 
     parts: gl.constexpr
@@ -62,7 +61,7 @@ def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
-    """Words [64, 16] and scales of steps FIRST to END, those of groups or of rows.
+    """Words [64, 16] of steps FIRST to END, and scales of their groups.
 
     In step LAST a part without more columns has any words.
     """
@@ -75,8 +74,6 @@ def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.co
         else:
             tile = gl.load(pointers)
         of_step = ()
-        if form.groups == 0:
-            of_step += (gl.load(scales),)
         for i in gl.static_range(form.groups):
             group = gl.minimum((k * form.parts + scale_part) * form.groups + i, groups - 1)
             of_step += (gl.load(scales + group * stride),)
@@ -188,9 +185,7 @@ def gemv_mma_kernel(
     value = _row_sums(sums, form.parts)
     layout: gl.constexpr = value.type.layout
     row = gl.minimum(block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout)), rows_all - 1)
-    if form.groups == 0:
-        value *= scale_of(gl.load(scales + row))[:, None]
-    elif b_args.others is not None:
+    if b_args.others is not None:
         value *= gl.load(b_args.others + base * b_args.other_e + row)[:, None]
     up = value
     if epilogue.gated:

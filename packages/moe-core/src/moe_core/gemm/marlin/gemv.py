@@ -11,14 +11,13 @@ from torch import Tensor
 
 from moe_core.errors import ConfigError
 from moe_core.gemm.fused.plain import RowQuantizer
-from moe_core.gemm.gemv import GemvLayer, Step, vector_arguments
+from moe_core.gemm.gemv import GemvLayer, Product
 from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Activation, Routing, constant
+from moe_core.gemm.launch import Routing, constant
 from moe_core.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.quantize_rows import quantize_rows
 from moe_core.jit.casts import INTERPRET
-from moe_core.jit.launch import launch
 
 #: rows of four warps by `mma.sync` where none share the same
 MMA_ROWS = 64
@@ -28,7 +27,7 @@ MMA_ROWS = 64
 class GemvFunctions:
     """An element type's device function, scales and middle; see `moe_core.gemm.marlin._gemv_kernels`.
 
-    ``words``: what `moe_core.gemm.marlin._gemv_mma_kernels` takes, where a plan may ask for it.
+    ``words``: what `moe_core.gemm.marlin._gemv_mma_kernels` takes, of groups, where a plan may ask for it.
     """
 
     dequantize: Any
@@ -66,72 +65,32 @@ class MarlinGemvLayer(GemvLayer):
         quantize_rows(job, ("all", ()) if first else routing.in_use, pdl=pdl)
         return made
 
-    def multiply(self, x: Tensor, out: Tensor, routing: Routing, config: GemvConfig, step: Step, pdl: bool) -> None:
-        finalize = step == "gemm2_finalize"
-        if finalize and routing.top_k != 1:
-            raise ConfigError(f"words: gemm2 adds up no pairs of a token, of which there are {routing.top_k}")
-        matrix, activation = (self.w13, self.activation) if step == "gemm1" else (self.w2, None)
-        gemv(self.functions, x, matrix, out, routing, activation, config, pdl=pdl, finalize=finalize)
+    def multiply(self, product: Product) -> None:
+        config, top_k = product.config, product.routing.top_k
+        if product.finalizes and top_k != 1:
+            raise ConfigError(f"words: gemm2 adds up no pairs of a token, of which there are {top_k}")
+        functions, matrix = self.functions, self.w2 if product.activation is None else self.w13
+        _, steps, rows, words_of_step = matrix.words.shape
+        width = steps * words_of_step
+        kernel: Any = gemv_kernel
+        form: tuple[Any, ...]
+        if config.mma_sync and functions.words is not None and not INTERPRET.value:
+            from moe_core.gemm.marlin._gemv_mma_kernels import MmaForm, gemv_mma_kernel
 
-
-def gemv(
-    functions: GemvFunctions,
-    x: Tensor,
-    matrix: MarlinMatrix,
-    out: Tensor,
-    routing: Routing,
-    activation: Activation | None,
-    config: GemvConfig,
-    *,
-    pdl: bool,
-    finalize: bool = False,
-) -> None:
-    """``out`` [pairs, N]: each pair's matrix times its row of ``x``, a token's or, without ``activation``, its own.
-
-    ``finalize``: tokens have one pair each, and ``out`` is the layer's.
-    """
-    _, steps, rows, words_of_step = matrix.words.shape
-    width = steps * words_of_step
-    arguments = vector_arguments(out, x, matrix.arguments, matrix.n, matrix.k, matrix.bias, routing, activation)
-    grid = (routing.num_pairs * -(-rows // config.block_n),)
-    if config.mma_sync and functions.words is not None and not INTERPRET.value:
-        from moe_core.gemm.marlin._gemv_mma_kernels import MmaForm, gemv_mma_kernel
-
-        # words of a step: 16 of each part
-        parts, groups, dequantize = MMA_ROWS // config.block_n, functions.words.groups, functions.words.dequantize
-        step = 16 * parts
-        turns = -(-width // step)
-        launch(
-            gemv_mma_kernel,
-            grid,
-            *arguments,
-            MmaForm(constant(parts), constant(groups), dequantize()),
-            STEPS=turns,
-            DEPTH=min(max(config.block_w // step, 1), turns),
-            EVEN=width % step == 0,
-            SECOND=activation is None,
-            ALONG_M=config.along_m,
-            FINALIZE=finalize,
-            pdl=pdl,
-            num_warps=4,
-        )
-        return
-    constants = map(constant, (matrix.bits, functions.middle, functions.scales, matrix.group_size))
-    launch(
-        gemv_kernel,
-        grid,
-        *arguments,
-        GemvForm(functions.dequantize, *constants),
-        BLOCK_N=config.block_n,
-        BLOCK_W=config.block_w,
-        EVEN=width % config.block_w == 0,
-        SECOND=activation is None,
-        ALONG_M=config.along_m,
-        FINALIZE=finalize,
-        pdl=pdl,
-        num_warps=config.num_warps,
-        **_limit(matrix, x, config),
-    )
+            # words of a step: 16 of each part
+            parts, groups = MMA_ROWS // config.block_n, functions.words.groups
+            step = 16 * parts
+            turns = -(-width // step)
+            kernel, form = gemv_mma_kernel, MmaForm(constant(parts), constant(groups), functions.words.dequantize())
+            options = {"STEPS": turns, "DEPTH": min(max(config.block_w // step, 1), turns), "EVEN": width % step == 0}
+        else:
+            constants = map(constant, (matrix.bits, functions.middle, functions.scales, matrix.group_size))
+            form = GemvForm(functions.dequantize, *constants)
+            options = {"BLOCK_N": config.block_n, "BLOCK_W": config.block_w, "EVEN": width % config.block_w == 0}
+            options |= _limit(matrix, product.x, config)
+        options |= {"FINALIZE": product.finalizes}
+        programs = product.routing.num_pairs * -(-rows // config.block_n)
+        product.start(kernel, programs, matrix.arguments, matrix.n, matrix.k, matrix.bias, form, **options)
 
 
 def _limit(matrix: MarlinMatrix, x: Tensor, config: GemvConfig) -> dict[str, int]:
