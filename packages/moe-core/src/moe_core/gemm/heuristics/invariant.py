@@ -35,10 +35,8 @@ def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
     config = replace(config, uniform=True, short_tiles=False)
     if not config.warp_specialised or sums_alike(problem):
         return config
-    if problem.family == "scaled_mm":
-        # the rest of the configuration has no registers for the product of a step
-        config = replace(config, block_m=min(config.block_m, 64), tma=True, num_stages=4)
-    return replace(config, warp_specialised=False)
+    # the rest of the configuration has no registers for the product of a step
+    return replace(config, block_m=min(config.block_m, 64), tma=True, num_stages=4, warp_specialised=False)
 
 
 def sums_alike(problem: LayerProblem) -> bool:
