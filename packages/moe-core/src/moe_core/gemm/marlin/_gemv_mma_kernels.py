@@ -60,23 +60,23 @@ def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _load_steps(state, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
+def _load_steps(state, b_args, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
     """Words [64, 16] of steps FIRST to END, and scales of their groups.
 
     In step LAST a part without more columns has any words.
     """
-    words, stride_k, part, scales, scale_part, units, stride, groups = state
+    words, part, scales, scale_part, units = state
     found = ()
     for k in gl.static_range(FIRST, END):
-        pointers = words + k * form.parts * stride_k
+        pointers = words + k * form.parts * b_args.stride_k
         if k == LAST:
             tile = gl.load(pointers, mask=(part < units - k * form.parts)[:, None])
         else:
             tile = gl.load(pointers)
         of_step = ()
         for i in gl.static_range(form.groups):
-            group = gl.minimum((k * form.parts + scale_part) * form.groups + i, groups - 1)
-            of_step += (gl.load(scales + group * stride),)
+            group = gl.minimum((k * form.parts + scale_part) * form.groups + i, b_args.groups - 1)
+            of_step += (gl.load(scales + group * b_args.scale_g),)
         found += ((tile, of_step),)
     return found
 
@@ -158,16 +158,13 @@ def gemv_mma_kernel(
     scale_row, scale_part = _rows(block * HEIGHT, rows_all - 1, form.parts, ROW_LAYOUT)
     state = (
         words + (row.to(gl.int64) * b_args.stride_n)[:, None] + word,
-        b_args.stride_k,
         part,
         scales + scale_row,
         scale_part,
         gl.cdiv(K, STEP),
-        b_args.scale_g,
-        b_args.groups,
     )
     LAST: gl.constexpr = STEPS if EVEN else STEPS - 1
-    tiles = _load_steps(state, form, 0, DEPTH, LAST)
+    tiles = _load_steps(state, b_args, form, 0, DEPTH, LAST)
     begin_pdl(PDL and SECOND)
     x_tiles = _share(x + vector * stride_x, K, STEPS, form.parts)
     left: gl.constexpr = gl.DotOperandLayout(0, MMA_SYNC, 2)
@@ -175,7 +172,7 @@ def gemv_mma_kernel(
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, MMA_SYNC)
     for k in gl.static_range(STEPS):
         if k + DEPTH < STEPS:
-            tiles += _load_steps(state, form, k + DEPTH, k + DEPTH + 1, LAST)
+            tiles += _load_steps(state, b_args, form, k + DEPTH, k + DEPTH + 1, LAST)
             _stay(N)
         words_of_step = quarters(tiles[k][0])
         for place in gl.static_range(2):
