@@ -257,16 +257,22 @@ def _named(entries: ConfigKeys, family: Family, layer: LayerExperts) -> MoEActiv
 
 
 def _params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams | None:
+    own = activation.default_params()
+    try:
+        params = _stated_params(entries, activation)
+        return None if activation.resolve_params(params) == own else params
+    except ConfigError as error:
+        raise entries.error(str(error)) from error
+
+
+def _stated_params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams:
+    """What config.json says of the parameters, None where it says the activation's own."""
+    if activation is MoEActivation.SITU:
+        return ActivationParams(beta=entries.number(keys.SITU_BETA), limit=entries.number(keys.SITU_LIMIT))
     limit = entries.number(keys.SWIGLU_LIMIT)
     alpha = entries.number(keys.SWIGLU_ALPHA) if "alpha" in activation.parameters else None
     # null or 0 say that there is no limit; nothing at all leaves the activation's own
     if limit == 0 or (limit is None and keys.SWIGLU_LIMIT[0] in entries.defaults):
         limit = math.inf
     own = activation.default_params()
-    try:
-        params = ActivationParams(
-            alpha=None if alpha == own.alpha else alpha, limit=None if limit == own.limit else limit
-        )
-        return None if activation.resolve_params(params) == own else params
-    except ConfigError as error:
-        raise entries.error(str(error)) from error
+    return ActivationParams(alpha=None if alpha == own.alpha else alpha, limit=None if limit == own.limit else limit)

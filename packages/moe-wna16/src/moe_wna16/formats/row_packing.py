@@ -62,6 +62,20 @@ class PackQuantized(_CompressedTensors):
 
 
 @dataclass(frozen=True)
+class StackedPackQuantized(PackQuantized):
+    """``pack-quantized`` of experts that one tensor holds: ``experts.gate_up_proj_packed`` and ``_scale`` (Gemma 4).
+
+    How zero points and the groups of columns would lie there is not known.
+    """
+
+    joint = "_"
+    weight = "packed"
+    scale = "scale"
+    zero = None
+    g_idx = None
+
+
+@dataclass(frozen=True)
 class IntQuantized(_CompressedTensors):
     """``int-quantized``."""
 
