@@ -16,7 +16,7 @@ from moe_core.checkpoint.families import FAMILIES, Family, family_of, guess, ref
 from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
 from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
 from moe_core.checkpoint.unread import unread_entries
-from moe_core.config import FusedMoEConfig
+from moe_core.config import FusedMoEConfig, as_dtype
 from moe_core.errors import ConfigError, did_you_mean
 from moe_core.routing import RoutingConfig
 
@@ -72,6 +72,7 @@ def read_model(
 
     A ``model_type`` that is not known is refused, unless ``given`` has routing and activation or accepts the guess.
     """
+    dtype = as_dtype(dtype)
     given = given or Given()
     checkpoint = layer.checkpoint
     entries = ConfigKeys.of(checkpoint.config, checkpoint.path / "config.json", layer.index, layer.stack)

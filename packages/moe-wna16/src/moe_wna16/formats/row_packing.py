@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from moe_wna16.formats.packing import Packing, Shape
 @dataclass(frozen=True)
 class _CompressedTensors(Packing):
     scale = "weight_scale"
-    zero = "weight_zero_point"
-    g_idx = "weight_g_idx"
+    zero: ClassVar[str | None] = "weight_zero_point"
+    g_idx: ClassVar[str | None] = "weight_g_idx"
     unset_g_idx = True
     zero_dtypes = (torch.int32, torch.int8)
 
