@@ -459,6 +459,12 @@ def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
         raise AssertionError(f"a call with a caller's workspace and output makes {count} allocations")
 
 
+def check_large(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """The result of a layer that is large in one way is right."""
+    problem = make_problem(case, place.device)
+    compare(experts, problem, watched_call(make_kernel(experts, problem, place), problem, POISONS["NaN"]), place)
+
+
 def check_claims(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """Something is claimed for which no configuration is accepted."""
     raise AssertionError(case.reason)
@@ -471,6 +477,7 @@ CHECKS: dict[str, Check] = {
     "invariance": check_invariance,
     "nan": check_nan,
     "many_rows": check_many_rows,
+    "large": check_large,
     "compile": check_compile,
     "opcheck": check_opcheck,
     "refusals": check_refusals,
