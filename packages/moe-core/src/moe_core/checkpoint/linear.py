@@ -25,10 +25,9 @@ from moe_core.quantization import dequantize_weight
 #: what holds a linear layer's weight, usual ones first
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 #: scales of the cache of keys and values, beside the weights of what is cached (ModelOpt, AutoFP8, compressed-tensors)
-_CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale"})
-#: of outputs, which go into that cache too (Quark, AutoFP8)
-_OUTPUT_SCALES = frozenset({"output_scale", "output_zero_point"})
-_CACHED = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
+_CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "output_scale"})
+#: and queries, which Quark quantises with what is cached
+_CACHED = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 #: the projection under which a linear layer is shown to formats
 _ONLY = "down"
 
@@ -81,9 +80,9 @@ def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[
         if weight is None or checkpoint.info(weight).dtype in PLAIN_DTYPES:
             continue
         found.pop("bias", None)
-        # the cache, or outputs, are quantised by their own scales, or not at all: they say nothing of the weight
-        aside = _OUTPUT_SCALES | (_CACHE_SCALES if module.rpartition(".")[2] in _CACHED else frozenset())
-        of_weight = {suffix: name for suffix, name in found.items() if suffix not in aside}
+        # the cache is quantised by its own scales, or not at all: they say nothing of the weight
+        cached = module.rpartition(".")[2] in _CACHED
+        of_weight = {suffix: name for suffix, name in found.items() if not cached or suffix not in _CACHE_SCALES}
         yield _resolve(checkpoint, module, of_weight, tuple(found.values()))
 
 
