@@ -85,8 +85,8 @@ def backend(extra: str, named: str, value: str = "faulty:Experts", name: str = "
     return Fault(BACKEND + extra, named, ((BACKEND_GROUP, name, value),))
 
 
-def form(extra: str, named: str, value: str = "faulty:Format") -> Fault:
-    return Fault(SCHEME + extra, named, ((FORMAT_GROUP, "fp8.faulty", value),))
+def form(extra: str, named: str, value: str = "faulty:Format", name: str = "fp8.faulty") -> Fault:
+    return Fault(SCHEME + extra, named, ((FORMAT_GROUP, name, value),))
 
 
 HOSTILE = """
@@ -139,6 +139,7 @@ FAULTS = {
         "SCHEME = changed(online=(O('fp8_per_channel', 'faulty', mc.kFp8StaticChannelSym, None),))",
         "the name is taken by fp8 too",
     ),
+    "scheme with dots in its name": scheme("", "expected a name without dots", name="acme.faulty"),
     "scheme with the name of another": scheme("SCHEME = changed(name='fp8')", "name is that of", name="fp8"),
     "backend is no class": backend("Experts = 7", "is no FusedMoEExperts class"),
     "backend is a class of no kind": backend("class Experts: pass", "is no FusedMoEExperts class"),
@@ -150,7 +151,8 @@ FAULTS = {
     "backend place of no kind": backend("Experts.placement = 'first'", "has a placement that is a str"),
     "backend place of wrong names": backend("mc.Placement(before='triton')", "a placement names backends in tuples"),
     "backend with the name of another": backend("", "already has a backend 'torch'", name="fp8.torch"),
-    "backend without a name": backend("", "is not named <scheme>.<backend>", name="fp8"),
+    "backend without a name": backend("", "is named 'fp8', expected <scheme>.<backend>", name="fp8"),
+    "backend behind another name": backend("", "'acme' is no scheme", name="acme.fp8.faulty"),
     "backend whose metaclass raises": backend(
         "class M(type(Experts)):\n    def __subclasscheck__(cls, other): raise OSError('meta')\n"
         "    def __getattribute__(cls, name):\n        if name == 'claims': raise OSError('meta')\n"
@@ -159,6 +161,7 @@ FAULTS = {
         "OSError: meta",
     ),
     "format is no class": form("Format = 7", "is no CheckpointFormat class"),
+    "format behind another name": form("", "'acme' is no scheme", name="acme.fp8.faulty"),
     "format without a protocol": form("del Format.protocol_version", "states no protocol_version"),
     "format of another protocol": form("Format.protocol_version = 1", "was built for plug-in protocol 1"),
     # when it is asked

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from moe_core import Oracle, registry
-from moe_core.cli.backends import DEVICES, describe, details, support
+from moe_core.cli.backends import DEVICES, describe, details, orders, support
 from moe_core.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
 
 NOXFILE = Path(__file__).parent.parent / "noxfile.py"
@@ -31,9 +31,27 @@ is tested wherever the backend can run.
 
 ## Backends and GPUs
 
-In each scheme's order of preference: the first backend whose claims fit a layer is taken. **run**: verified on such a
-device; yes: claimed.
+**run**: verified on such a device; yes: claimed. From above is the order in which they are asked, but for what
+[Which backend runs a layer](#which-backend-runs-a-layer) says.
 
+"""
+
+CHOICE = """
+## Which backend runs a layer
+
+Of a scheme's backends the first that fits is taken, in this order. Those that are not installed, or whose claims leave
+out the layer, its keys or the device, are passed over; `moe explain` and `Selection.report` give every reason.
+
+| scheme | on | asked in this order |
+|---|---|---|
+{orders}
+- Backends that a package adds are asked before `torch`, or where their `placement` says.
+- `torch` claims the most, and is taken where nothing else fits. On a GPU it is a loop on the host: the report says what
+  would fit instead, and making such a layer warns (`FallbackWarning`). Where it does not fit either, selection fails.
+- A backend that is named (`--backend`, `moe_backend=`) is taken or refused, never replaced.
+- Activations are what the checkpoint says, or what is asked for (`--activation-key`, `activation_key=`), whatever a
+  backend would like.
+- On several GPUs a backend must fit how tokens travel too ([distributed.md](distributed.md)).
 """
 
 
@@ -67,6 +85,18 @@ def device_table(oracles: list[Oracle]) -> str:
             text += f"| {scheme} | `{name}` | {' | '.join(cells[found[arch]] for arch in DEVICES)} |\n"
             scheme = ""
     return text
+
+
+def choice(oracles: list[Oracle]) -> str:
+    """How one of them is chosen, and the orders."""
+    rows = ""
+    for oracle in oracles:
+        found = orders(oracle)
+        others = [arch for arch in found if arch != "default"]
+        for arch, names in found.items():
+            on = arch if arch != "default" else f"all but {', '.join(others)}" if others else "all"
+            rows += f"| {oracle.scheme} | {on} | {', '.join(f'`{name}`' for name in names)} |\n"
+    return CHOICE.format(orders=rows)
 
 
 def ranks_table() -> str:
@@ -105,5 +135,9 @@ def text() -> str:
     """The whole document."""
     oracles = list(registry().oracles())
     return (
-        INTRODUCTION.format(targets=targets()) + device_table(oracles) + ranks_table() + "".join(map(section, oracles))
+        INTRODUCTION.format(targets=targets())
+        + device_table(oracles)
+        + choice(oracles)
+        + ranks_table()
+        + "".join(map(section, oracles))
     )

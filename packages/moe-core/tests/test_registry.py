@@ -108,6 +108,45 @@ def test_another_packages_backend_joins_the_table(plugin: types.ModuleType) -> N
     assert [b.name for b in registry.oracle("toy").table()] == ["gpu", "plain", "mine"]
 
 
+@pytest.mark.parametrize("group", ["backends", "formats"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mine", ""),
+        ("toy", ""),
+        ("toy.", ""),
+        (".mine", "; '' is no scheme (installed: toy)"),
+        ("acme.toy.mine", "; 'acme' is no scheme (installed: toy)"),
+    ],
+)
+def test_names_that_belong_to_no_scheme(plugin: types.ModuleType, group: str, name: str, why: str) -> None:
+    registry = make(schemes={"toy": "moe_test_plugin:TOY"}, **{group: {name: "moe_test_plugin:OtherExperts"}})
+    kind = group.removesuffix("s")
+    text = f"{kind} {name!r} of an unknown distribution is left out: its entry point is named {name!r}, "
+    use = registry.oracle if kind == "backend" else registry.formats
+    with pytest.warns(PluginWarning) as warned:
+        use("toy")
+    assert [str(one.message) for one in warned] == [f"{text}expected <scheme>.<{kind}>{why}"]
+    assert [fault.name for fault in registry.faults()] == [name]
+
+
+def test_names_with_more_dots_behind_the_scheme(plugin: types.ModuleType) -> None:
+    backends = {"toy.acme.mine": "moe_test_plugin:OtherExperts", "fp8.acme.mine": "no_such_module:X"}
+    registry = make(schemes={"toy": "moe_test_plugin:TOY"}, backends=backends)
+    oracle = registry.oracle("toy")
+    assert [b.name for b in oracle.table()] == ["gpu", "plain", "acme.mine"]
+    request = {"weight_key": None, "activation_key": None, "device": "cpu", "moe_backend": "acme.mine"}
+    assert oracle.select(CONFIG, **request).backend == "acme.mine"
+    assert not registry.faults()
+
+
+def test_a_scheme_with_dots_in_its_name(plugin: types.ModuleType) -> None:
+    plugin.TOY = replace(TOY, name="acme.toy")  # type: ignore[attr-defined]
+    registry = make(schemes={"acme.toy": "moe_test_plugin:TOY"})
+    with pytest.raises(RegistryError, match=r"'acme.toy' of .* is named 'acme.toy', expected a name without dots"):
+        registry.oracle("acme.toy")
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [

@@ -260,7 +260,7 @@ def test_the_key_says_mxfp8() -> None:
     assert (selection.weight_key, selection.activation_key) == (kMxfp8Static, kMxfp8Dynamic)
     with pytest.raises(ConfigError, match="MXFP8 weights are kMxfp8Static .*, asked for kFp8Static128BlockSym"):
         select_mxfp8_moe_backend(config, weight_key=kFp8Static128BlockSym, device="cpu")
-    with pytest.raises(SelectionError, match="no backend fits"):
+    with pytest.raises(SelectionError, match="no backend takes"):
         select_mxfp8_moe_backend(config, activation_key=kFp8Dynamic128Sym, device="cpu")
     # bytes are exponents of MXFP8 or they are refused: nothing has to be set beforehand, and nothing is guessed
     bytes_, floats = torch.full((4, 192, 2), 120, dtype=torch.uint8), torch.ones(4, 192, 2)

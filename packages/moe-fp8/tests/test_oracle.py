@@ -13,6 +13,7 @@ from moe_core import (
     Environment,
     FusedMoEActivationFormat,
     FusedMoEConfig,
+    NoBackendError,
     QuantKey,
     SelectionError,
     TensorError,
@@ -27,6 +28,7 @@ from moe_core import (
     kMxfp8DynamicDown,
     kMxfp8DynamicEven,
     kMxfp8Static,
+    oracle,
 )
 from moe_core.quantization import quantize_moe_weights
 from moe_core.reference import fused_moe_reference
@@ -84,6 +86,32 @@ def test_gpus_without_fp8_take_a_kernel(
     )
     assert selection.backend in ("marlin", "triton")
     assert selection.activation_key == activation_key
+
+
+@pytest.mark.parametrize(
+    ("device", "instead"),
+    [
+        (
+            "cpu",
+            "torch does not take activations quantised as kFp8StaticTensorSym (e4m3, static float32 per tensor), takes",
+        ),
+        ("sm80", "with 16-bit activations marlin fits (activation_key=None, --activation-key none)"),
+        ("sm90", "with 16-bit activations marlin fits (activation_key=None, --activation-key none)"),
+        ("gfx942", "with "),
+    ],
+)
+def test_blocks_beside_static_activations_are_refused_by_name(device: str, instead: str) -> None:
+    """Formats read them, and no backend takes them."""
+    with pytest.raises(NoBackendError) as caught:
+        oracle("fp8").select(
+            CONFIG,
+            weight_key=kFp8Static128BlockSym,
+            activation_key=kFp8StaticTensorSym,
+            device=device,
+            environment=WITH_TRITON,
+        )
+    what = "fp8: no backend takes kFp8Static128BlockSym weights with kFp8StaticTensorSym activations: "
+    assert caught.value.message.startswith(f"{what}{instead}")
 
 
 @pytest.mark.parametrize("key", [kMxfp8DynamicDown, kMxfp8DynamicEven], ids=str)
@@ -163,7 +191,7 @@ def test_a_named_backend_is_never_replaced() -> None:
     ],
 )
 def test_no_key_is_taken_for_another(weight_key, activation_key) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SelectionError, match="no backend fits"):
+    with pytest.raises(SelectionError, match="no backend takes"):
         select_fp8_moe_backend(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
 
 

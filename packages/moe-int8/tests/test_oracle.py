@@ -125,7 +125,7 @@ def test_a_named_backend_is_never_replaced() -> None:
 )
 def test_no_key_is_taken_for_another(weight_key: QuantKey, activation_key: QuantKey, message: str) -> None:
     select: Any = select_int8_moe_backend if weight_key.dtype.bits == 8 else select_w4a8_int8_moe_backend
-    with pytest.raises(SelectionError, match=f"no backend fits (.*\n)*.*{message}"):
+    with pytest.raises(SelectionError, match=f"no backend takes (.*\n)*.*{message}"):
         select(CONFIG, weight_key=weight_key, activation_key=activation_key, device="cpu")
 
 

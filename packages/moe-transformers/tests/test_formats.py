@@ -5,7 +5,9 @@ In float32, with activations that are not quantised, both compute the same numbe
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import moe_core as mc
 import moe_transformers
@@ -13,6 +15,7 @@ import pytest
 import torch
 from moe_transformers import MoeCoreExperts
 from moe_transformers_checkpoints import FORMATS, N, checkpoint, logits, tokens
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 #: families and formats in turns
@@ -57,6 +60,43 @@ def test_logits_are_those_of_the_codes_values(tmp_path: Path, family: str, form:
     expected = logits(reference, tokens())
     error = (logits(model, tokens()) - expected).norm() / expected.norm()
     assert error < (BOUND_INT8 if int8 else BOUND)
+
+
+def quantises_outputs(folder: Path, form: str) -> None:
+    """Queries, keys and values in FP8, as tools write it for attention and its cache."""
+    stored = load_file(folder / "model.safetensors")
+    scales = {
+        name.replace(".weight_scale", ".output_scale"): torch.tensor(0.25)
+        for name in stored
+        if name.endswith(("q_proj.weight_scale", "k_proj.weight_scale", "v_proj.weight_scale"))
+    }
+    assert scales
+    save_file(stored | scales, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    told: dict[str, Any] = config["quantization_config"]
+    if form == "quark":
+        outputs = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+        layer = {**told["global_quant_config"], "output_tensors": outputs}
+        told["layer_quant_config"] = {f"*{part}_proj": layer for part in "qkv"}
+        told["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
+    else:
+        outputs = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+        group = told["config_groups"]["group_0"]
+        targets = [rf"re:.*self_attn\.{part}_proj" for part in "qkv"]
+        told["config_groups"]["group_1"] = {**group, "targets": targets, "output_activations": outputs}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("form", ["quark", "compressed-tensors fp8"])
+def test_outputs_of_attention_are_no_matter_of_the_weights(tmp_path: Path, form: str) -> None:
+    quantized, plain = checkpoint(tmp_path, "qwen3_moe", form)
+    quantises_outputs(quantized, form)
+    with moe_transformers.loading(activation_key=None):
+        model, info = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    expected = logits(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), tokens())
+    assert (logits(model, tokens()) - expected).norm() / expected.norm() < BOUND
 
 
 #: e4m3 rounds a value to 4 significant bits, by at most 2^-4 of itself, in two matrices of two layers

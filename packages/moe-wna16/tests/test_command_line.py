@@ -27,7 +27,11 @@ class TestCommandLine(CommandLineTests):
         quantization = {**CONFIG["quantization_config"], "group_size": 2 * GROUP}  # type: ignore[dict-item]
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
-        refuses("no backend fits", "does not read weights quantised as", "1x256")
+        refuses(
+            "no backend takes kInt4Static[1x256,float16] weights with 16-bit activations",
+            "does not read weights quantised as",
+            "1x256",
+        )
         refuses("no torch", "no marlin", arguments=("-v",))
 
     def test_an_empty_group(self, original: Original, folder: Path, refuses: Callable[..., None]) -> None:

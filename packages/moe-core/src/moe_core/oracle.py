@@ -36,7 +36,7 @@ from moe_core.placement import arrange
 from moe_core.plugins import PluginFault, Raised, attempt, guard, warn_of
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
 from moe_core.prepare_finalize.by_name import ALL2ALL_BACKENDS, default_prepare_finalize, load_prepare_finalize
-from moe_core.quant_key import QuantKey, as_quant_key
+from moe_core.quant_key import QuantKey, as_quant_key, key_name
 from moe_core.scheme import SchemeSpec
 from moe_core.selection import (
     BackendRefusedError,
@@ -183,7 +183,11 @@ class Oracle:
         if name == "auto":
             helps = "; ".join(map(str, report.alternatives))
             why = helps or "; ".join(f"{c.backend} {', '.join(c.reasons)}" for c in report.closest[:2])
-            return NoBackendError(f"{self.scheme}: no backend fits on {report.device}: {why}", report)
+            what = f"no backend fits on {report.device}"
+            if not any(candidate.takes_keys for candidate in report.candidates):
+                weights, activations = key_name(report.weight_key), key_name(report.activation_key)
+                what = f"no backend takes {weights} weights with {activations} activations"
+            return NoBackendError(f"{self.scheme}: {what}: {why}", report)
         mine = [candidate for candidate in report.candidates if candidate.answers_to(name)]
         if name in left_out and all(candidate.fault is not None for candidate in mine):
             return left_out[name].error()

@@ -2,7 +2,7 @@
 
 Groups:
 
-- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.scheme.SchemeSpec`
+- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.scheme.SchemeSpec`; its name has no dot
 - ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
   by what follows it.  The class states ``protocol_version = 2``, the version it was written for.
 - ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states its
@@ -34,7 +34,6 @@ from moe_core.errors import (
     SchemeNotInstalledError,
     did_you_mean,
 )
-from moe_core.experts import FusedMoEExperts
 from moe_core.install import how_to_install
 from moe_core.oracle import Oracle
 from moe_core.plugins import PluginFault, Raised, attempt, derives, warn_of
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
 SCHEME_GROUP = "moe_core.schemes"
 BACKEND_GROUP = "moe_core.backends"
 FORMAT_GROUP = "moe_core.formats"
+#: groups of what packages add to a scheme, and what that is
+_ADDED = {BACKEND_GROUP: "backend", FORMAT_GROUP: "format"}
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -231,9 +232,23 @@ class Registry:
     def _group(self, group: str) -> tuple[EntryPoint, ...]:
         if group in self._groups:
             return self._groups[group]
-        found = list(self._entry_points(group))
+        found = [self._placed(group, point) for point in self._entry_points(group)]
         points = tuple(point for point in found if not isinstance(point, PluginFault))
         return self._publish(self._groups, group, points, (p for p in found if isinstance(p, PluginFault)))
+
+    def _placed(self, group: str, point: EntryPoint | PluginFault) -> EntryPoint | PluginFault:
+        """``point``, or a fault for a name by which nothing would ever look for it."""
+        kind = _ADDED.get(group)
+        if kind is None or isinstance(point, PluginFault):
+            return point
+        scheme, _, name = point.name.partition(".")
+        known = {*self.scheme_names(), *KNOWN_SCHEMES}
+        # what one dot puts before a scheme that is not there may wait for it
+        if scheme and name and ("." not in name or scheme in known):
+            return point
+        what = f"; {scheme!r} is no scheme (installed: {', '.join(self.scheme_names()) or 'none'})" if name else ""
+        reason = f"its entry point is named {point.name!r}, expected <scheme>.<{kind}>{what}"
+        return PluginFault(kind, point.name, owner(point), reason)
 
     def _scheme(self, name: str) -> SchemeSpec | PluginFault | None:
         if name in self._schemes:
@@ -273,7 +288,7 @@ class Registry:
             if isinstance(point, list):
                 found += [(name, fault) for fault in point]
                 continue
-            loaded = load(point, "backend", functools.partial(_checked_backend, name))
+            loaded = load(point, "backend", checked_experts)
             if isinstance(loaded, PluginFault):
                 found.append((name, loaded))
             else:
@@ -360,6 +375,8 @@ def _checked_scheme(name: str, found: object) -> SchemeSpec:
     if not isinstance(found, SchemeSpec):
         raise RegistryError(f"is a {type(found).__name__}, expected a moe_core.SchemeSpec")
     check_protocol(found.protocol)
+    if "." in name:
+        raise RegistryError(f"is named {name!r}, expected a name without dots: others add <scheme>.<name> to it")
     if found.name != name:
         raise RegistryError(f"is the scheme {found.name!r}, its entry point is named {name!r}")
     for field_name in ("order", "reason_against"):
@@ -377,12 +394,6 @@ def _checked_scheme(name: str, found: object) -> SchemeSpec:
     if not all(isinstance(row, Backend) for row in rows):
         raise RegistryError(f"has backends that are {rows!r}, expected moe_core.Backend")
     return found
-
-
-def _checked_backend(name: str, found: object) -> type[FusedMoEExperts]:
-    if not name:
-        raise RegistryError("has an entry point that is not named <scheme>.<backend>")
-    return checked_experts(found)
 
 
 def _own_format(kind: object) -> type[CheckpointFormat]:

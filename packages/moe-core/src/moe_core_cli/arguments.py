@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from moe_core_cli.parser import one_of, whole
+from moe_core_cli.parser import one_of, path, whole
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: of those that run something
@@ -18,7 +17,7 @@ DEVICE = "cpu, cuda, cuda:1 … (default: cuda if there is a GPU)"
 def add_checkpoint(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """DIR, as ``path``."""
     text = "checkpoint folder" if optional else "checkpoint folder: config.json and safetensors"
-    parser.add_argument("path", metavar="DIR", type=Path, nargs="?" if optional else None, help=text)
+    parser.add_argument("path", metavar="DIR", type=path, nargs="?" if optional else None, help=text)
 
 
 def add_tokens(parser: argparse.ArgumentParser, default: int, text: str) -> None:

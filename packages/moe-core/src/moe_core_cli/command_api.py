@@ -20,7 +20,7 @@ from moe_core_cli.arguments import (
     add_seed,
 )
 from moe_core_cli.commands.command import Command
-from moe_core_cli.parser import whole
+from moe_core_cli.parser import path, whole
 
 __all__ = [
     "Command",
@@ -31,5 +31,6 @@ __all__ = [
     "add_dtype",
     "add_quantize",
     "add_seed",
+    "path",
     "whole",
 ]

@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from moe_core_cli.arguments import (
     add_activation_key,
@@ -23,7 +22,7 @@ from moe_core_cli.arguments import (
 )
 from moe_core_cli.commands import installed
 from moe_core_cli.commands.command import Command
-from moe_core_cli.parser import Paragraphs, Parser, meant, seconds, shown, whole
+from moe_core_cli.parser import Paragraphs, Parser, meant, path, seconds, shown, whole
 
 _ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
@@ -154,7 +153,7 @@ def _quickstart(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_backend(parser)
     add_tokens(parser, 64, "default: 64")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the checkpoint there and keep it")
+    parser.add_argument("--keep", type=path, metavar="DIR", help="write the checkpoint there and keep it")
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -164,8 +163,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     add_seed(parser, "of the random tokens (default: 0)")
     add_backend(parser)
     add_device(parser)
-    parser.add_argument("--input", type=Path, metavar="F", help="safetensors file to read tokens from")
-    parser.add_argument("--output", type=Path, metavar="F", help="safetensors file to write")
+    parser.add_argument("--input", type=path, metavar="F", help="safetensors file to read tokens from")
+    parser.add_argument("--output", type=path, metavar="F", help="safetensors file to write")
     parser.add_argument("--check", action="store_true", help="compare the output with the float64 reference")
     add_dtype(parser)
     add_ranks(parser, "several ranks, each a process of torchrun's")
@@ -206,9 +205,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="the r-th most popular expert gets tokens in proportion to 1 / r^S (default: 0, all alike; 1: Zipf's law)",
     )
-    parser.add_argument("--output", type=Path, metavar="F.json", help="write the results there as well")
-    parser.add_argument("--svg", type=Path, metavar="F.svg", help="draw times and floor over token counts")
-    parser.add_argument("--compare", type=Path, metavar="F.json", help="an earlier run's --output: what has moved")
+    parser.add_argument("--output", type=path, metavar="F.json", help="write the results there as well")
+    parser.add_argument("--svg", type=path, metavar="F.svg", help="draw times and floor over token counts")
+    parser.add_argument("--compare", type=path, metavar="F.json", help="an earlier run's --output: what has moved")
     parser.add_argument(
         "--fail-slower",
         type=seconds,
@@ -239,7 +238,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
         "--budget", type=seconds, default=180.0, metavar="S", help="seconds for each kind of layer (default: 180)"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="F.json", help="the profile, which keeps its other layers (default: your own)"
+        "--output", type=path, metavar="F.json", help="the profile, which keeps its other layers (default: your own)"
     )
     add_dtype(parser)
     _made_up(parser)

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import textwrap
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from moe_core_cli.terminal.console import complain
@@ -52,6 +53,13 @@ def whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected an integer, got {shown(text)}") from None
+
+
+def path(text: str) -> Path:
+    """A path of an argument; an empty one would be the folder that the command is called in."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def seconds(text: str) -> float:

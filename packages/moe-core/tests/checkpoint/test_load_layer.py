@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ def test_routes_by_the_checkpoints_router(tmp_path: Path, x: Tensor) -> None:
     assert torch.equal(by_itself, layer(x, router_logits=logits))
     assert torch.equal(by_itself, layer(x, topk_weights=weights, topk_ids=ids))
     assert torch.equal(layer(x.view(2, 3, K)), by_itself.view(2, 3, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", torch.float64, 3])
+def test_a_dtype_that_is_none_of_hidden_states(tmp_path: Path, dtype: Any) -> None:
+    """The argument is at fault, not config.json."""
+    folder = write(tmp_path, layer_tensors())
+    message = f"dtype must be bfloat16, float16 or float32, got {dtype!r}"
+    with pytest.raises(ConfigError, match=rf"^{re.escape(message)}$"):
+        load_layer(folder, device="cpu", dtype=dtype)
 
 
 def test_router_bias(tmp_path: Path, x: Tensor) -> None:

@@ -66,6 +66,13 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
         bias(),
         RoutingConfig("sigmoid", routed_scaling_factor=2.5, has_correction_bias=True),
     ),
+    # MiMo-V2.6-Pro's entries
+    "mimo_v2": (
+        {**ROUTED, "n_group": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {"routed_scaling_factor": None, "attention_value_scale": 0.612},
+        bias(),
+        RoutingConfig("sigmoid", has_correction_bias=True),
+    ),
     "minimax_m2": (
         {**OLD, "scoring_func": "sigmoid", "use_routing_bias": True, "layernorm_mlp_beta": 1.0},
         bias("e_score_correction_bias"),
@@ -395,6 +402,73 @@ def test_latent_experts_work_on_the_latent_size(tmp_path: Path) -> None:
     found = model(tmp_path, config, {**bias(), **gate})
     assert found.config.hidden_size == K
     assert found.router_weight is None
+
+
+#: of Kimi K3's config.json, whose language model counts as Kimi Linear
+KIMI_K3: dict[str, Any] = {
+    "num_experts": E,
+    "num_experts_per_token": TOP_K,
+    "hidden_size": 4 * K,
+    "routed_expert_hidden_size": K,
+    "latent_moe_use_norm": True,
+    "moe_intermediate_size": N,
+    "intermediate_size": 8 * N,
+    "hidden_act": "situ",
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "routed_scaling_factor": 1.0,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+    "num_shared_experts": 2,
+    "top_k": 50,
+}
+
+
+def kimi_k3(folder: Path, **changes: Any) -> LayerModel:
+    block = "language_model.model.layers.1.block_sparse_moe"
+    tensors = expert_tensors(block, names=("w1", "w3", "w2"))
+    beside = {
+        **bias(block=block),
+        f"{block}.gate.weight": torch.zeros(E, 4 * K),
+        f"{block}.routed_expert_down_proj.weight": torch.zeros(K, 4 * K),
+        f"{block}.routed_expert_norm.weight": torch.zeros(K),
+        f"{block}.routed_expert_up_proj.weight": torch.zeros(4 * K, K),
+    }
+    inner = {"model_type": "kimi_linear", **KIMI_K3, **changes}
+    config = {"model_type": "kimi_k3", "text_config": inner}
+    return read_model(find_layer(Checkpoint.open(write(folder, {**tensors, **beside}, config))))
+
+
+def test_kimi_k3s_experts_work_on_a_size_of_their_own(tmp_path: Path) -> None:
+    found = kimi_k3(tmp_path)
+    assert (found.config.hidden_size, found.config.intermediate_size) == (K, N)
+    assert found.config.activation is MoEActivation.SITU
+    assert found.config.activation_params == ActivationParams(beta=4.0, limit=25.0)
+    assert found.config.routing == RoutingConfig("sigmoid", has_correction_bias=True)
+    assert found.router_weight is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation_situ_beta": "x"}, "activation_situ_beta is 'x', expected a number"),
+        ({"activation_situ_beta": 0.0}, "activation situ divides by beta, got beta=0"),
+        ({"moe_latent_size": 2 * K}, f"moe_latent_size is {2 * K}, but routed_expert_hidden_size is {K}"),
+    ],
+)
+def test_kimi_k3s_entries(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        kimi_k3(tmp_path, **changes)
+
+
+def test_situ_needs_its_beta(tmp_path: Path) -> None:
+    del (config := {**KIMI_K3})["activation_situ_beta"]
+    with pytest.raises(CheckpointError, match="has no activation_situ_beta, which models of type kimi_linear need"):
+        model(tmp_path, {"model_type": "kimi_linear", **config}, bias())
 
 
 @pytest.mark.parametrize(

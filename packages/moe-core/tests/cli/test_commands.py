@@ -28,13 +28,14 @@ from moe_core.cli import _machine, _output, _picture
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._layers import random_call
 from moe_core.cli._output import locked, written_folder
-from moe_core.cli.backends import describe, details
+from moe_core.cli.backends import describe, details, orders
 from moe_core.cli.doctor import INTEGRATION_GROUP
+from moe_core.device import DeviceInfo
 from moe_core.registry import registry
 from moe_core.whole_file import write_whole
 from moe_core_checkpoints import write_quickstart
 from moe_core_cli.grammar import COMMANDS
-from moe_core_toys import GpuToyExperts
+from moe_core_toys import GpuToyExperts, toy_oracle
 
 SHAPE = ("--scheme", "plain", "--shape", "8,2,64,32")
 
@@ -110,6 +111,17 @@ def test_backends(moe: Any) -> None:
     moe.refuses("backends", "--scheme", "fp8", parts=("scheme 'fp8' is not installed", "pip install moe-fp8"))
 
 
+def test_backends_in_another_order_on_some_devices() -> None:
+    def reversed_on_hopper(table: Any, device: DeviceInfo, *_: object) -> Any:
+        return table[::-1] if device.arch == "sm90" else table
+
+    assert orders(toy_oracle()) == {"default": ["gpu", "plain"]}
+    oracle = toy_oracle(order=reversed_on_hopper)
+    assert orders(oracle) == {"default": ["gpu", "plain"], "sm90": ["plain", "gpu"]}
+    # a scheme that does not work is told by what is selected of it
+    assert orders(toy_oracle(order=lambda *_: 1 / 0)) == {"default": ["gpu", "plain"]}
+
+
 def test_backends_in_full(moe: Any) -> None:
     for arguments in (("-v",), ("--backend", "gpu")):
         out = moe("backends", *arguments).out
@@ -120,6 +132,8 @@ def test_backends_in_full(moe: Any) -> None:
     assert "plain plain" in moe("backends", "-v").out
     assert "plain plain" not in moe("backends", "--backend", "gpu").out
     moe.refuses("backends", "--backend", "plane", parts=("did you mean 'plain'?", "known: gpu, plain"))
+    parts = ("plain has no backend 'plane'; did you mean 'plain'?; known: gpu, plain",)
+    moe.refuses("backends", "--scheme", "plain", "--backend", "plane", parts=parts)
 
 
 def test_backends_say_where_they_were_tested(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,8 +564,10 @@ def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--tokens", "0"), "--tokens 0: expected positive integers"),
-        (("--tokens", "a"), "--tokens a: expected positive integers"),
+        (("--tokens", "0"), "--tokens '0': expected positive integers"),
+        (("--tokens", "a"), "--tokens 'a': expected positive integers"),
+        (("--tokens", ""), "--tokens '': expected positive integers"),
+        (("--tokens", "4,1,4"), "--tokens '4,1,4' has 4 twice, expected each number of tokens once"),
         (("--tokens", f"1,{10**23}"), f"--tokens {10**23}: expected 1099511627776 or fewer"),
         (("--budget", "0"), "--budget 0.0: expected a positive number"),
         (("--backend", "gpu"), "needs sm90 or newer"),

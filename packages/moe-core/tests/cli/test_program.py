@@ -136,6 +136,9 @@ REFUSED = [
         ["run", "d", "--tokens", "9" * 5000],
         f"moe run: argument --tokens: expected an integer, got '{'9' * 60}…' (moe run --help)",
     ),
+    (["run", ""], "moe run: argument DIR: expected a path, got '' (moe run --help)"),
+    (["run", "d", "--input", ""], "moe run: argument --input: expected a path, got '' (moe run --help)"),
+    (["run", "d", "--output="], "moe run: argument --output: expected a path, got '' (moe run --help)"),
     (["bench", "--budget", "soon"], "moe bench: argument --budget: expected a number, got 'soon' (moe bench --help)"),
     (
         ["explain", "--dtype", "bfloat"],

@@ -219,8 +219,44 @@ def test_ids_out_of_range(moe: Any, folder: Path, tmp_path: Path, value: int) ->
     ids = tokens()["topk_ids"].long()
     ids[2, 1] = ids[4, 0] = value
     save_file(tokens(topk_ids=ids), tmp_path / "in.safetensors")
-    parts = (f"topk_ids[2, 1] is {value}, expected 0..3 (2 of 10 ids are out of range)",)
+    parts = (f"topk_ids[2, 1] is {value}, expected 0..3 (2 of 10 are not)",)
     refuses(moe, tmp_path, folder, "--input", tmp_path / "in.safetensors", parts=parts)
+
+
+NOT_FINITE = [
+    ("topk_weights", "nan", "a finite weight"),
+    ("topk_weights", "inf", "a finite weight"),
+    ("topk_weights", "-inf", "a finite weight"),
+    ("router_logits", "nan", "a number, or -inf for an expert that the token shall not use"),
+    ("router_logits", "inf", "a number, or -inf for an expert that the token shall not use"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), NOT_FINITE)
+def test_routing_that_is_not_finite(moe: Any, folder: Path, tmp_path: Path, name: str, value: str, wanted: str) -> None:
+    """The output may show nothing of it, and the reference is routed alike."""
+    given = tokens(**({} if name == "topk_weights" else GIVEN["logits"]))
+    given[name][2, 1] = given[name][4, 0] = float(value)
+    save_file(given, tmp_path / "in.safetensors")
+    parts = (f"{name}[2, 1] is {value}, expected {wanted} (2 of {given[name].numel()} are not)",)
+    refuses(moe, tmp_path, folder, "--input", tmp_path / "in.safetensors", parts=parts)
+
+
+def test_a_logit_may_leave_an_expert_out(moe: Any, folder: Path, tmp_path: Path) -> None:
+    given = tokens(**GIVEN["logits"])
+    given["router_logits"][2, 1] = float("-inf")
+    save_file(given, tmp_path / "in.safetensors")
+    assert moe("run", folder, "--check", "--input", tmp_path / "in.safetensors").code == 0
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_only_finite_states_are_compared(moe: Any, folder: Path, tmp_path: Path, value: str) -> None:
+    x = tokens()["hidden_states"]
+    x[3, 7] = float(value)
+    save_file(tokens(hidden_states=x), tmp_path / "in.safetensors")
+    wanted = "a finite value, since --check compares the output with the reference's"
+    parts = (f"hidden_states[3, 7] is {value}, expected {wanted} (1 of {M * K} are not)",)
+    refuses(moe, tmp_path, folder, "--check", "--input", tmp_path / "in.safetensors", parts=parts)
 
 
 def test_broken_input_files(moe: Any, folder: Path, tmp_path: Path) -> None:

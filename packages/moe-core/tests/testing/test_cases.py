@@ -179,6 +179,7 @@ def test_gpu_checks_come_with_a_gpu() -> None:
     checks = {c.check for c in conformance_cases(ToyExperts, target=CPU, on_gpu=True)}
     assert checks == {
         "values", "convert", "reload", "compile", "opcheck", "refusals", "graph", "sync", "memory", "many_rows", "nan",
+        "large",
     }  # fmt: skip
     no_graph = with_claims(cuda_graph=False)
     assert not {"graph", "sync"} & {c.check for c in conformance_cases(no_graph, target=CPU, on_gpu=True)}
@@ -206,6 +207,33 @@ def test_many_rows_of_a_narrow_layer_are_looked_at_without_a_gpu() -> None:
     assert cases[0].tokens > 192
     assert cases[0].config.is_gated
     assert 0 < cases[0].config.intermediate_size % 128 <= 64
+
+
+def large(experts: type[Any], **budget: Any) -> list[Case]:
+    return [c for c in conformance_cases(experts, target=CPU, **budget) if c.check == "large"]
+
+
+@pytest.mark.parametrize("budget", [{}, {"budget": "full"}, {"on_gpu": True}], ids=str)
+def test_every_budget_has_large_layers(budget: dict[str, Any]) -> None:
+    keys = ((kFp8Static128BlockSym, kFp8Dynamic128Sym), (kFp8Static128BlockSym, None))
+    cases = large(with_claims(keys=keys, formats=frozenset(FusedMoEActivationFormat), lora=True), **budget)
+    many = [case for case in cases if case.config.num_experts == 64]
+    long = [case for case in cases if case.config.hidden_size > 1024]
+    assert len(cases) == len(many) + len(long) == (4 if budget else 2)
+    assert {(case.weight_key, case.activation_key) for case in cases} == set(keys)
+    assert all(case.config.top_k == 8 for case in many)
+    assert all(case.config.hidden_size % 64 for case in long)
+    assert not any(case.config.is_lora_enabled for case in cases)
+    assert all(case.config.activation_format is FusedMoEActivationFormat.STANDARD for case in cases)
+
+
+def test_large_layers_are_within_the_claims() -> None:
+    few, row = large(with_claims(max_experts=5, max_top_k=2, hidden_multiple=48, intermediate_multiple=128))
+    assert (few.config.num_experts, few.config.top_k) == (5, 2)
+    assert (row.config.hidden_size, row.config.intermediate_size) == (23 * 48, 128)
+    # groups of the weights must be whole: more columns than the multiples ask for
+    keys = ((kFp8Static128BlockSym, kFp8Dynamic128Sym),)
+    assert [c.config.hidden_size % 128 for c in large(with_claims(keys=keys, whole_groups=True))] == [0, 0]
 
 
 def test_a_budget_is_small_or_full() -> None:

@@ -482,6 +482,39 @@ def test_fault_is_found(experts: type[FusedMoEExperts], message: str) -> None:
     check_found(experts, message, MISTAKES.get(experts))
 
 
+class ThirtyTwoExperts(Sound):
+    """Counts experts in a word of 32 bits."""
+
+    def apply(self, output: Tensor, *arguments: Any, topk_ids: Tensor, **named: Any) -> None:
+        wrong = (topk_ids >= 32) & (topk_ids < self.config.num_experts)
+        super().apply(output, *arguments, topk_ids=torch.where(wrong, topk_ids % 32, topk_ids), **named)
+
+
+class FourExpertsPerToken(Sound):
+    """Adds up a token's first four results."""
+
+    def apply(self, output: Tensor, *arguments: Any, topk_weights: Tensor, **named: Any) -> None:
+        weights = topk_weights.clone()
+        weights[:, 4:] = 0
+        super().apply(output, *arguments, topk_weights=weights, **named)
+
+
+class ThousandColumns(Sound):
+    """Its k loop ends before the last columns of long rows."""
+
+    def apply(self, output: Tensor, hidden_states: Tensor, *arguments: Any, **named: Any) -> None:
+        x = hidden_states.clone()
+        x[..., 1024 + x.shape[-1] % 64 :] = 0
+        super().apply(output, x, *arguments, **named)
+
+
+@pytest.mark.parametrize("experts", [ThirtyTwoExperts, FourExpertsPerToken, ThousandColumns])
+def test_faults_that_need_a_large_layer(experts: type[FusedMoEExperts]) -> None:
+    found = failures(experts)
+    assert {case.check for case in found} == {"large"}
+    assert all("outside their bounds" in text for text in found.values())
+
+
 class WrongWithManyRows(Sound):
     """Reads the rows of another step in part of the last tile."""
 

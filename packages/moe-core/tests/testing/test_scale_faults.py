@@ -215,6 +215,15 @@ class LosesNan(TorchExperts):
         return super().quantized(x, desc, scale).nan_to_num(0.0)
 
 
+class LosesNanWeights(TorchExperts):
+    """Leaves pairs out whose router weight compares with nothing."""
+
+    claims = claims(STATIC_TENSOR, formats=frozenset({FusedMoEActivationFormat.STANDARD}))
+
+    def apply(self, output: Tensor, *arguments: Any, topk_weights: Tensor, **named: Any) -> None:
+        super().apply(output, *arguments, topk_weights=topk_weights.nan_to_num(0.0), **named)
+
+
 class SpreadsNan(TorchExperts):
     """Its scale for all tokens spans what is not finite."""
 
@@ -465,6 +474,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (TensorScalePerExpert, NORM),
     (TensorScaleOfAllTokens, NORM),
     (LosesNan, "of the result of a token with a NaN are no NaN"),
+    (LosesNanWeights, "of the result of a token whose router weight is NaN are no NaN"),
     (SpreadsNan, "the result of tokens beside one with a NaN"),
     (TensorScaleOfUnusedRows, OUTSIDE),
     (TokenScaleAsTensorScale, NORM),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import (
+    ActivationParams,
     QuantKey,
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
@@ -79,6 +80,24 @@ def test_what_configs_leave_out(tmp_path: Path, weights: dict[str, Any]) -> None
     experts = Experts()
     check(source(tmp_path / "a", experts.tensors(packed), config(weights=weights), **SIZES), experts)
     check(source(tmp_path / "b", experts.tensors(packed), config(weights=weights, layout=None), **SIZES), experts)
+
+
+def test_kimi_k3(tmp_path: Path) -> None:
+    """Experts of another size than the hidden states, under a language model's entries."""
+    experts = Experts()
+    block, inner = PREFIX.removesuffix(".experts"), SIZES["hidden_size"]
+    outer = 4 * inner
+    tensors = {
+        **experts.tensors(packed),
+        f"{block}.gate.weight": torch.zeros(len(experts.values()[0]), outer),
+        f"{block}.gate.e_score_correction_bias": torch.zeros(len(experts.values()[0])),
+        f"{block}.routed_expert_down_proj.weight": torch.zeros(inner, outer),
+    }
+    sizes = {**SIZES, "hidden_size": outer, "routed_expert_hidden_size": inner}
+    own = {"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    found = source(tmp_path, tensors, config(), model_type="kimi_linear", **sizes, **own)
+    assert found.config.activation_params == ActivationParams(beta=4.0, limit=25.0)
+    check(found, experts)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])

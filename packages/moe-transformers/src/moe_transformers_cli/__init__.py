@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from moe_core_cli.command_api import (
     Command,
@@ -14,6 +13,7 @@ from moe_core_cli.command_api import (
     add_dtype,
     add_quantize,
     add_seed,
+    path,
     whole,
 )
 
@@ -41,7 +41,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
 
 def _perplexity(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="a text in UTF-8")
+    parser.add_argument("--text", required=True, type=path, metavar="FILE", help="a text in UTF-8")
     parser.add_argument("--ids", action="store_true", help="FILE holds token ids (1 2 3): needs no tokenizer")
     parser.add_argument(
         "--window", type=whole, metavar="N", help="tokens at once (default: 2048, or what the model takes)"

@@ -75,6 +75,46 @@ def test_sizes_that_fill_no_words(tmp_path: Path, bits: int, symmetric: bool) ->
     check(source(tmp_path, tensors, config(weights_of(experts)), **sizes), experts, key_of(experts))
 
 
+def stacked(experts: Codes) -> Tensors:
+    """As Gemma 4's checkpoints have them: ``experts.gate_up_proj_packed``, ``experts.gate_up_proj_scale``."""
+    kept = experts.fused(words if experts.symmetric else words_and_zeros).items()
+    return {name.replace(".weight_", "_"): tensor for name, tensor in kept if not name.endswith("weight_shape")}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, -1])
+def test_experts_in_one_tensor(tmp_path: Path, bits: int, group: int) -> None:
+    experts = Codes(bits, group)
+    tensors = stacked(experts)
+    assert sorted(tensors) == [f"{PREFIX}.{name}" for name in STACKED]
+    found = source(tmp_path, tensors, config(weights_of(experts)), **SIZES)
+    assert found.format.name == "compressed-tensors pack-quantized"
+    check(found, experts, key_of(experts))
+
+
+STACKED = ["down_proj_packed", "down_proj_scale", "gate_up_proj_packed", "gate_up_proj_scale"]
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_experts_in_one_tensor_that_are_incomplete(tmp_path: Path, name: str) -> None:
+    experts = Codes()
+    tensors = {key: tensor for key, tensor in stacked(experts).items() if not key.endswith(name)}
+    refused(tmp_path, tensors, config(weights_of(experts)), f"{PREFIX}.{name} is missing in", **SIZES)
+
+
+def test_experts_in_one_tensor_with_more_than_is_known(tmp_path: Path) -> None:
+    asymmetric = Codes(symmetric=False)
+    text = "has zero points, which is not read of experts in one tensor (gate_up_proj_packed)"
+    refused(tmp_path / "a", stacked(asymmetric), config(weights_of(asymmetric)), text, **SIZES)
+    experts = Codes()
+    weights = weights_of(experts, actorder="group")
+    text = "has actorder 'group', which is not read of experts in one tensor (gate_up_proj_packed)"
+    refused(tmp_path / "b", stacked(experts), config(weights), text, **SIZES)
+    tensors = {**stacked(experts), f"{PREFIX}.down_proj_g_idx": torch.zeros(3, 4, dtype=torch.int32)}
+    text = "down_proj_g_idx is I32: experts of this format have no such tensor"
+    refused(tmp_path / "c", tensors, config(weights_of(experts)), text, **SIZES)
+
+
 def test_garbage_behind_the_last_column_is_dropped(tmp_path: Path) -> None:
     experts = Codes(hidden=101, inter=43)
     tensors = experts.tensors(words)

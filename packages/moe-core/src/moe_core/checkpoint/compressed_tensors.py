@@ -127,6 +127,10 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
             raise CheckpointError(f"{file}: no target of config_groups names {module}")
         chosen.setdefault(name, module)
     parsed = [_group(name, entries[name], file, quantization) for name in chosen]
+    for name in () if layer.is_linear else chosen:
+        group = QuantEntries(entries[name], f"{file}: config_groups.{name}")
+        if group.part("output_activations") is not None:
+            raise group.error("output_activations", "null: outputs of experts are not quantised here")
     first = parsed[0]
     for other in parsed[1:]:
         if (other.weights, other.inputs, other.format) != (first.weights, first.inputs, first.format):
@@ -158,8 +162,6 @@ def _group(name: str, group: Mapping[str, Any], file: str, quantization: Mapping
     weights, inputs = entries.part("weights"), entries.part("input_activations")
     if weights is None:
         raise entries.error("weights", "an object")
-    if entries.part("output_activations") is not None:
-        raise entries.error("output_activations", "null: outputs of experts are not quantised here")
     own, top = entries.text("format"), QuantEntries(quantization, file).text("format")
     if own is not None and top not in (None, own, "mixed-precision"):
         raise CheckpointError(

@@ -24,11 +24,13 @@ TOP_K = (
 EXPERT_SIZE = ("moe_intermediate_size", "moe_ffn_hidden_size", "expert_ffn_hidden_size")
 DENSE_SIZE = ("intermediate_size", "ffn_hidden_size")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-# Nemotron's latent experts work on a projection of the hidden states, its router on those themselves
-LATENT_SIZE = ("moe_latent_size",)
+# Nemotron's and Kimi K3's latent experts work on a projection of the hidden states, their routers on those themselves
+LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 SWIGLU_LIMIT = ("swiglu_limit", "swiglu_limits")
 SWIGLU_ALPHA = ("swiglu_alpha",)
+SITU_BETA = ("activation_situ_beta",)
+SITU_LIMIT = ("activation_situ_linear_beta",)
 SCORING = (
     "scoring_func",
     "score_func",

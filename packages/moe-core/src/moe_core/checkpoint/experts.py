@@ -77,6 +77,11 @@ class LayerExperts:
         return bool(self.projections & {"gate", "gate_up"})
 
     @property
+    def is_linear(self) -> bool:
+        """Whether it is a linear layer beside the experts, shown as one (:mod:`moe_core.checkpoint.linear`)."""
+        return self.projections == {"down"}
+
+    @property
     def has_bias(self) -> bool:
         return any(suffix == "bias" for _, suffix in self._infos)
 

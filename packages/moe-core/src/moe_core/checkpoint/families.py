@@ -82,6 +82,13 @@ def _deepseek(
     return replace(family, activation=MoEActivation.SILU, reads={**reads, "swiglu_limit": limit})
 
 
+def _kimi_linear() -> Family:
+    """Kimi Linear, and Kimi K3, whose activation is SiTU."""
+    family = _deepseek(2.446)
+    situ = {"activation_situ_beta": REQUIRED, "activation_situ_linear_beta": None}
+    return replace(family, reads={**family.reads, **situ})
+
+
 def _biased(**reads: object) -> Family:
     """sigmoid, correction bias, always renormalised, no groups."""
     return Family(scoring="sigmoid", renormalize=True, correction_bias=True, reads=reads)
@@ -163,7 +170,7 @@ FAMILIES: dict[str, Family] = {
     "inkling": _per_call("its router weighs routed experts against the shared ones"),
     "jamba": Family(),
     "kimi_k2": _deepseek(REQUIRED, REQUIRED, REQUIRED, REQUIRED, hidden_act=REQUIRED),
-    "kimi_linear": _deepseek(2.446),
+    "kimi_linear": _kimi_linear(),
     "kolibri1": _per_call("its correction bias is added to the logits, not to their scores"),
     "laguna": _biased(**{SCALE: 1.0}),
     "lfm2_moe": Family(
@@ -175,6 +182,7 @@ FAMILIES: dict[str, Family] = {
     "llama4": Family(scoring="sigmoid", selected_only=True, weight_on_input=True),
     "longcat_flash": _per_call("some of its experts are identities without weights"),
     "mellum": _softmax(True),
+    "mimo_v2": _deepseek(1.0),
     "mimo_v2_flash": _deepseek(1.0),
     "minimax": Family(renormalize=True, outside=frozenset({"mlp_alpha_factor", "mlp_beta_factor"})),
     "minimax_m2": replace(_biased(), outside=frozenset({"layernorm_mlp_alpha", "layernorm_mlp_beta"})),

@@ -26,7 +26,8 @@ from moe_core.quantization import dequantize_weight
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 #: scales of the cache of keys and values, beside the weights of what is cached (ModelOpt, AutoFP8, compressed-tensors)
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "output_scale"})
-_CACHED = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
+#: and queries, which Quark quantises with what is cached
+_CACHED = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 #: the projection under which a linear layer is shown to formats
 _ONLY = "down"
 

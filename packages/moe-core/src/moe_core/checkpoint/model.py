@@ -16,7 +16,7 @@ from moe_core.checkpoint.families import FAMILIES, Family, family_of, guess, ref
 from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
 from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
 from moe_core.checkpoint.unread import unread_entries
-from moe_core.config import FusedMoEConfig
+from moe_core.config import FusedMoEConfig, as_dtype
 from moe_core.errors import ConfigError, did_you_mean
 from moe_core.routing import RoutingConfig
 
@@ -72,6 +72,7 @@ def read_model(
 
     A ``model_type`` that is not known is refused, unless ``given`` has routing and activation or accepts the guess.
     """
+    dtype = as_dtype(dtype)
     given = given or Given()
     checkpoint = layer.checkpoint
     entries = ConfigKeys.of(checkpoint.config, checkpoint.path / "config.json", layer.index, layer.stack)
@@ -257,16 +258,22 @@ def _named(entries: ConfigKeys, family: Family, layer: LayerExperts) -> MoEActiv
 
 
 def _params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams | None:
+    own = activation.default_params()
+    try:
+        params = _stated_params(entries, activation)
+        return None if activation.resolve_params(params) == own else params
+    except ConfigError as error:
+        raise entries.error(str(error)) from error
+
+
+def _stated_params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams:
+    """What config.json says of the parameters, None where it says the activation's own."""
+    if activation is MoEActivation.SITU:
+        return ActivationParams(beta=entries.number(keys.SITU_BETA), limit=entries.number(keys.SITU_LIMIT))
     limit = entries.number(keys.SWIGLU_LIMIT)
     alpha = entries.number(keys.SWIGLU_ALPHA) if "alpha" in activation.parameters else None
     # null or 0 say that there is no limit; nothing at all leaves the activation's own
     if limit == 0 or (limit is None and keys.SWIGLU_LIMIT[0] in entries.defaults):
         limit = math.inf
     own = activation.default_params()
-    try:
-        params = ActivationParams(
-            alpha=None if alpha == own.alpha else alpha, limit=None if limit == own.limit else limit
-        )
-        return None if activation.resolve_params(params) == own else params
-    except ConfigError as error:
-        raise entries.error(str(error)) from error
+    return ActivationParams(alpha=None if alpha == own.alpha else alpha, limit=None if limit == own.limit else limit)

@@ -111,7 +111,7 @@ class QuarkLayer:
 def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
     """What is said of the experts' linear modules; or in one clause why no format reads it.
 
-    Weights that are not quantised, and outputs that are, are read by none.
+    Weights that are not quantised, and outputs of experts that are, are read by none.
 
     ``layer_quant_config`` goes by name or pattern ("*", or a regular expression behind "re:") and wins over
     ``layer_type_quant_config`` (by class) and ``global_quant_config``.  ``exclude`` is not looked at: Quark leaves
@@ -137,7 +137,8 @@ def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkL
     weight, inputs = first.part("weight"), first.part("input_tensors")
     if weight is None:
         return f"{first.where}: weight is null"
-    if first.part("output_tensors") is not None:
+    # those of a linear layer (of keys, for a cache in FP8) say nothing of its weight
+    if first.part("output_tensors") is not None and not layer.is_linear:
         return f"{first.where}: output_tensors are quantised, expected null"
     return QuarkLayer(first.where, QuarkArgs(weight), None if inputs is None else QuarkArgs(inputs))
 

@@ -15,7 +15,7 @@ _MARKS = frozenset(
 _EXPERTS = frozenset({"swiglu", "glu", "mlp", "ffn", "moe", "expert", "experts", "act", "activation", "gate", "up"})
 _ROUTER = frozenset({"router", "routing", "route", "hash"})
 _ELSEWHERE = frozenset({"shared", "attn", "attention", "final", "lora", "rope", "vision", "aux", "loss"})
-_READ = (keys.SWIGLU_LIMIT, keys.SWIGLU_ALPHA, keys.HASH_LAYERS)
+_READ = (keys.SWIGLU_LIMIT, keys.SWIGLU_ALPHA, keys.SITU_BETA, keys.SITU_LIMIT, keys.HASH_LAYERS)
 _ROUTING = frozenset({*keys.SCORING, *keys.RENORMALIZE, *keys.SCALING})
 
 #: least sums by which weights are divided: what is larger than this changes them

@@ -72,7 +72,10 @@ def token_counts(text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise ConfigError(f"--tokens {text}: expected positive integers, e.g. 1,8,32")
+        raise ConfigError(f"--tokens {text!r}: expected positive integers, e.g. 1,8,32")
+    twice = next((count for place, count in enumerate(counts) if count in counts[:place]), None)
+    if twice is not None:
+        raise ConfigError(f"--tokens {text!r} has {twice} twice, expected each number of tokens once")
     _arguments.check_tokens(max(counts))
     return counts
 

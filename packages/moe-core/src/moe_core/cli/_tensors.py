@@ -31,8 +31,12 @@ class LayerInput:
     origin: str = "given"
 
 
-def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
-    """Read and check an input file; the top-k pair wins over logits.  CheckpointError, TensorError."""
+def read_input(path: Path, config: FusedMoEConfig, *, finite: bool = False) -> LayerInput:
+    """Read and check an input file; the top-k pair wins over logits.  CheckpointError, TensorError.
+
+    Router weights must be finite, logits numbers or -inf, which leaves an expert out: routing would hide another value.
+    ``finite``: hidden states must be finite too, since the output shall be compared.
+    """
     file = SafetensorsFile(path)
 
     def tensor(name: str) -> Tensor:
@@ -44,6 +48,9 @@ def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
     x = tensor("hidden_states")
     check_shape(f"{path}: hidden_states", x, ("M", config.hidden_size))
     check_dtype(f"{path}: hidden_states", x, _FLOATS)
+    if finite:
+        wanted = "a finite value, since --check compares the output with the reference's"
+        _refuse(path, "hidden_states", x, ~torch.isfinite(x), wanted)
     pair = [name for name in ("topk_weights", "topk_ids") if name in file.kinds]
     if len(pair) == 1:
         missing = "topk_ids" if pair == ["topk_weights"] else "topk_weights"
@@ -53,9 +60,11 @@ def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
         for name, found, dtypes in (("topk_weights", weights, _FLOATS), ("topk_ids", ids, _INTEGERS)):
             check_shape(f"{path}: {name}", found, (x.shape[0], config.top_k))
             check_dtype(f"{path}: {name}", found, dtypes)
-        ids = ids.long()
-        _check_ids(path, ids, config.num_experts)
-        return LayerInput(x, topk_weights=weights.float(), topk_ids=ids)
+        ids, weights = ids.long(), weights.float()
+        experts = config.num_experts
+        _refuse(path, "topk_ids", ids, (ids < 0) | (ids >= experts), f"0..{experts - 1}")
+        _refuse(path, "topk_weights", weights, ~torch.isfinite(weights), "a finite weight")
+        return LayerInput(x, topk_weights=weights, topk_ids=ids)
     if "router_logits" not in file.kinds:
         raise TensorError(
             f"{path} has neither router_logits [{x.shape[0]}, {config.num_experts}] "
@@ -64,7 +73,10 @@ def read_input(path: Path, config: FusedMoEConfig) -> LayerInput:
     logits = tensor("router_logits")
     check_shape(f"{path}: router_logits", logits, (x.shape[0], config.num_experts))
     check_dtype(f"{path}: router_logits", logits, _FLOATS)
-    return LayerInput(x, router_logits=logits.float())
+    logits = logits.float()
+    bad = logits.isnan() | (logits == float("inf"))
+    _refuse(path, "router_logits", logits, bad, "a number, or -inf for an expert that the token shall not use")
+    return LayerInput(x, router_logits=logits)
 
 
 def write_output(path: Path, output: Tensor) -> None:
@@ -74,11 +86,11 @@ def write_output(path: Path, output: Tensor) -> None:
     write_whole(path, save({"output": output.float().contiguous().cpu()}))
 
 
-def _check_ids(path: Path, ids: Tensor, experts: int) -> None:
-    bad = (ids < 0) | (ids >= experts)
+def _refuse(path: Path, name: str, values: Tensor, bad: Tensor, expected: str) -> None:
+    """TensorError that names the first of ``values`` [M, n] that is ``bad``."""
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
         raise TensorError(
-            f"{path}: topk_ids[{row}, {column}] is {int(ids[row, column])}, expected 0..{experts - 1} "
-            f"({int(bad.sum())} of {ids.numel()} ids are out of range)"
+            f"{path}: {name}[{row}, {column}] is {values[row, column].item()}, expected {expected} "
+            f"({int(bad.sum())} of {bad.numel()} are not)"
         )

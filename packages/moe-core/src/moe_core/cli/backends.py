@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_core.activation import MoEActivation
 from moe_core.claims import claim_name, expand_key
 from moe_core.cli._output import emit, table
-from moe_core.errors import ConfigError, did_you_mean
+from moe_core.errors import ConfigError, MoEError, did_you_mean
 from moe_core.quant_key import key_name
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ DEVICES = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950", "cpu")
 
 _LEGEND = """\
 run: tested on such a device; yes: claimed, compiled at most; -: not claimed.
-The first from above that fits a layer is taken.
+The first from above that fits a layer is taken.{orders}
 *: the library that it calls is not installed.
 All claims: moe backends -v, or moe backends --scheme S --backend B."""
 
@@ -34,10 +35,7 @@ def run(args: argparse.Namespace) -> int:
     plugins = registry()
     oracles = plugins.oracles() if args.scheme is None else (plugins.oracle(args.scheme),)
     if args.backend is not None:
-        known = sorted({name for oracle in oracles for b in oracle.table() for name in (b.name, *b.aliases)})
-        if args.backend not in known:
-            meant = did_you_mean(args.backend, known)
-            raise ConfigError(f"no installed scheme has a backend {args.backend!r}{meant}; known: {', '.join(known)}")
+        _check_backend(args.backend, oracles, args.scheme)
     rows = [
         describe(oracle.scheme, backend.name, backend.origin, experts, backend.aliases)
         for oracle in oracles
@@ -51,9 +49,65 @@ def run(args: argparse.Namespace) -> int:
     elif args.verbose or args.backend is not None:
         text = "\n\n".join(map(_in_full, rows))
     else:
-        text = f"{_table(oracles, devices)}\n\n{_LEGEND}"
-    emit(args.json, {"schemes": list(devices), "devices": devices, "backends": rows}, text)
+        text = f"{_table(oracles, devices)}\n\n{_LEGEND.format(orders=''.join(_other_orders(oracles)))}"
+    ordered = {oracle.scheme: orders(oracle) for oracle in oracles}
+    emit(args.json, {"schemes": list(devices), "devices": devices, "orders": ordered, "backends": rows}, text)
     return 0
+
+
+def _check_backend(name: str, oracles: Sequence[Oracle], scheme: str | None) -> None:
+    """ConfigError for a backend that none of ``oracles`` has, which are all, or that of ``scheme``."""
+    from moe_core.registry import registry
+
+    def has(oracle: Oracle) -> set[str]:
+        return {known for backend in oracle.table() for known in (backend.name, *backend.aliases)}
+
+    known = sorted(set().union(*map(has, oracles)))
+    if name in known:
+        return
+    meant = did_you_mean(name, known)
+    others = [] if scheme is None else [oracle.scheme for oracle in registry().oracles() if name in has(oracle)]
+    where = f" ({' and '.join(others)} {'has' if len(others) == 1 else 'have'})" if others else meant
+    who = "no installed scheme has a" if scheme is None else f"{scheme} has no"
+    raise ConfigError(f"{who} backend {name!r}{where}; known: {', '.join(known)}")
+
+
+def orders(oracle: Oracle) -> dict[str, list[str]]:
+    """In which order backends are asked: by "default", and by those of :data:`DEVICES` on which it is another one.
+
+    A scheme may put backends back that do not take the keys; those that take them keep their order.
+    """
+    from moe_core.config import FusedMoEConfig
+    from moe_core.device import DeviceInfo
+
+    config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
+    default = [backend.name for backend in oracle.table()]
+    claims = {b.name: [experts.claims for experts in b.load()] for b in oracle.table()}
+    keys = [pair for mine in claims.values() for one in mine for pair in one.keys]
+    pairs = dict.fromkeys((expand_key(weight)[0], expand_key(activation)[0]) for weight, activation in keys)
+    found = {"default": default}
+    for arch in DEVICES:
+        device = DeviceInfo.parse(arch)
+        for weight, activation in pairs:
+            try:
+                asked = oracle.priority(config, weight_key=weight, activation_key=activation, device=device)
+            except MoEError:  # a scheme that does not work, or cannot mean these keys
+                continue
+            names = [backend.name for backend in asked]
+            fitting = [name for name in names if any(one.takes_keys(weight, activation) for one in claims[name])]
+            if fitting != [name for name in default if name in fitting]:
+                found[arch] = names
+                break
+    return found
+
+
+def _other_orders(oracles: Sequence[Oracle]) -> Iterator[str]:
+    """Lines for the legend."""
+    for oracle in oracles:
+        default, *others = orders(oracle).items()
+        for arch, names in others:
+            line = f"On {arch} {oracle.scheme} asks in another order: {', '.join(names)}."
+            yield "\n" + textwrap.fill(line, 80, break_on_hyphens=False)
 
 
 def support(oracle: Oracle) -> dict[str, dict[str, str]]:

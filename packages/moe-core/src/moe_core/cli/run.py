@@ -99,7 +99,7 @@ def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
     from moe_core.cli._tensors import LayerInput, read_input
 
     if args.input is not None:
-        tokens = read_input(args.input, source.config)
+        tokens = read_input(args.input, source.config, finite=args.check)
     else:
         generator = torch.Generator().manual_seed(args.seed)
         _arguments.check_room(args.tokens, source.config.hidden_size)

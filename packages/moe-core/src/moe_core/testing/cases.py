@@ -2,9 +2,10 @@
 
 A case is data: what is checked, the layer, the keys, the tokens and a seed; its id says all of it.  Every claimed value
 of every factor occurs (budget "small"; of some factors, and of a key pattern, every pair of values), or every pair of
-values of any two factors and every key (budget "full"), in as few cases as a greedy search finds.  What the claims
-allow but :meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a
-claimed value, a case of the check "claims" fails and says so.
+values of any two factors and every key (budget "full"), in as few cases as a greedy search finds; and layers that are
+large in one way (:data:`_LARGE`), for mistakes that small sizes hide.  What the claims allow but
+:meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a claimed value,
+a case of the check "claims" fails and says so.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ KeyPair = tuple[QuantKey | None, QuantKey | None]
 _MANY_ROWS = (1024, 2048, 1024)
 #: the same with tiles of gemm1 that need not reach the end of an intermediate row's last 128 columns
 _MANY_NARROW_ROWS = (264, 64, 40)
+#: experts, top-k, hidden and intermediate size, at least, and tokens of layers that are large in one way: more experts
+#: and more of them per token than the others have, rows of many tiles with a part of one at the end
+_LARGE = ((64, 8, 64, 40, 9), (2, 1, 1100, 40, 3))
 #: hidden size, intermediate size and tokens of layers whose batch invariance is looked at
 _LONG_ROWS = (1024, 768, 300)
 _LONG_ROWS_IN_SMALL = (1024, 128, 33)
@@ -196,6 +200,7 @@ def conformance_cases(
         cases += [case for case in _many_rows(layers, claims, _MANY_ROWS) if supported(case)[0]]
     if claims.keeps_nan:
         cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
+    cases += _large_cases(layers, claims, supported, everywhere=on_gpu or budget == "full")
     narrow = [case for case in _many_rows(layers, claims, _MANY_NARROW_ROWS) if supported(case)[0]]
     cases += narrow if on_gpu or budget == "full" else narrow[:1]
     if claims.batch_invariant:
@@ -394,6 +399,51 @@ def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -
         return _with_room(larger)
 
     return [enlarged(case) for case in found.values()]
+
+
+def _large_cases(
+    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
+) -> list[Case]:
+    """A layer of each kind of :data:`_LARGE`: ``everywhere`` for every pair of keys, else for one that is accepted."""
+    plain: dict[KeyPair, Case] = {}
+    # in the standard format experts sort the pairs themselves
+    for case in sorted(cases, key=lambda case: case.config.activation_format is FusedMoEActivationFormat.BATCHED):
+        if not case.config.apply_router_weight_on_input:
+            plain.setdefault((case.weight_key, case.activation_key), case)
+    found: list[Case] = []
+    for number, sizes in enumerate(_LARGE):
+        possible = [[c for c in _enlarged(case, claims, *sizes) if supported(c)[0]] for case in plain.values()]
+        smallest = [layers[0] for layers in possible if layers]
+        # each with other keys, where there are several
+        found += smallest if everywhere else smallest[number % max(1, len(smallest)) :][:1]
+    return found
+
+
+def _enlarged(case: Case, claims: Claims, experts: int, top_k: int, hidden: int, size: int, tokens: int) -> list[Case]:
+    """A layer of these sizes, the smallest that is possible first: groups may have to be whole."""
+    experts = min(experts, claims.max_experts or experts)
+    top_k = min(top_k, claims.max_top_k or top_k, experts)
+    found = []
+    for least in (1, 128):
+        h, n = (-(-multiple // least) * least for multiple in (claims.hidden_multiple, claims.intermediate_multiple))
+        # an odd number of the steps that are claimed: the last tile is not a whole one
+        count = -(-hidden // h)
+        config = replace(
+            case.config,
+            num_experts=experts,
+            num_local_experts=experts,
+            top_k=top_k,
+            hidden_size=h * (count if count % 2 else count + 1),
+            intermediate_size=-(-size // n) * n,
+            is_lora_enabled=False,
+        )
+        if config.routing is not None:
+            try:
+                config.routing.check(num_experts=experts, top_k=top_k)
+            except ConfigError:
+                continue
+        found.append(replace(case, check="large", config=config, tokens=tokens, routing="uniform", strided=False))
+    return list(map(_with_room, found))
 
 
 def _nan_cases(

@@ -201,11 +201,14 @@ def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -
 def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """A NaN makes its token's result NaN, also of a token alone, and changes no other token's; so does an infinity,
     where scales are found from it.  By a static scale it is the largest number that there is.
+
+    A router weight that is NaN makes its token's result NaN, whatever the expert's result is.
     """
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
     inputs, key = problem.inputs, case.activation_key
-    routed = torch.unique(route_pairs(case.config, inputs.topk_ids, inputs.expert_map).token).tolist()
+    pairs = route_pairs(case.config, inputs.topk_ids, inputs.expert_map)
+    routed = torch.unique(pairs.token).tolist()
     if not routed:
         return
     bad = [routed[-1], routed[0]] if len(routed) > 2 else routed[-1:]
@@ -241,6 +244,11 @@ def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
         largest = computed(with_values(float("nan"), torch.finfo(inputs.x.dtype).min))
         if not same_bits(result[bad[1]], largest[bad[1]]):
             raise AssertionError("a static scale does not saturate an infinity")
+    if problem.router_logits is None:
+        weights = inputs.topk_weights.clone()
+        weights[bad[0], pairs.slot[pairs.token == bad[0]][0]] = float("nan")
+        weighted = replace(problem, inputs=replace(inputs, topk_weights=weights))
+        whole(computed(weighted)[bad[0]], "the result of a token whose router weight is NaN")
     others = [token for token in range(case.tokens) if token not in bad]
     rest = computed_with(experts, problem.only(others), place)
     rest.expected(place, rounds_products=experts.claims.rounds_products).compare(
@@ -451,6 +459,12 @@ def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
         raise AssertionError(f"a call with a caller's workspace and output makes {count} allocations")
 
 
+def check_large(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """The result of a layer that is large in one way is right."""
+    problem = make_problem(case, place.device)
+    compare(experts, problem, watched_call(make_kernel(experts, problem, place), problem, POISONS["NaN"]), place)
+
+
 def check_claims(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """Something is claimed for which no configuration is accepted."""
     raise AssertionError(case.reason)
@@ -463,6 +477,7 @@ CHECKS: dict[str, Check] = {
     "invariance": check_invariance,
     "nan": check_nan,
     "many_rows": check_many_rows,
+    "large": check_large,
     "compile": check_compile,
     "opcheck": check_opcheck,
     "refusals": check_refusals,

@@ -87,7 +87,7 @@ class ConformanceTests:
 
     ``device`` "auto", "cpu" or "cuda"; ``budget`` as of :func:`cases_for`.  The command line's ``--moe-device`` and
     ``--moe-budget`` come before what the class says.  ``interpreted_every``: Triton's interpreter, which takes seconds
-    for a case, runs every so many of the small budget's, and that of many rows; a GPU runs all.
+    for a case, runs every so many of the small budget's, and those of many rows and of large layers; a GPU runs all.
     """
 
     experts: ClassVar[type[FusedMoEExperts] | str]
@@ -105,9 +105,9 @@ class ConformanceTests:
         cases = cases_for(experts, device=device, budget=budget)
         place = place_for(experts.claims, device)
         if budget == "small" and place is not None and place.interpreted:
-            # of the tiles for many rows there is one case alone
+            # of the tiles for many rows, and of large layers, there is one case alone
             kept = enumerate(cases)
-            cases = [c for i, c in kept if i % self.interpreted_every == 0 or c.check == "many_rows"]
+            cases = [c for i, c in kept if i % self.interpreted_every == 0 or c.check in ("many_rows", "large")]
         metafunc.parametrize("conformance_case", cases, ids=[case.id for case in cases])
         metafunc.cls.conformance_device = device
 

@@ -12,7 +12,7 @@ W4AFP8    int-quantized, pack-quantized,       float8, dynamic per     int4, sym
 
 Tensors: :mod:`moe_wna16.formats.row_packing`; which of them, is read off their types.  ``actorder`` "group" comes with
 ``weight_g_idx``, the group of each column; "weight" and "static" leave groups in order.  int8 activations, and int8
-weights by channel that are not packed, are the scheme int8's.
+weights by channel that are not packed, are the scheme int8's.  One tensor may hold all experts (gate_up_proj_packed).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_core import QuantKey, kFp8DynamicTokenSym
 from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_wna16.formats.packing import BITS, Packing
-from moe_wna16.formats.row_packing import Int4Quantized, IntQuantized, PackQuantized
+from moe_wna16.formats.row_packing import Int4Quantized, IntQuantized, PackQuantized, StackedPackQuantized
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantized", None)
@@ -52,6 +52,10 @@ class CompressedTensorsWNA16Format(QuantizedFormat):
         if isinstance(activation, str):
             return activation
         packing = _packing(weights.num_bits, layer)
+        ordered = weights.actorder in ("group", "dynamic")
+        if isinstance(packing, StackedPackQuantized) and (ordered or not weights.symmetric):
+            found = "zero points" if not weights.symmetric else f"actorder {weights.actorder!r}"
+            return f"{weights.where} has {found}, which is not read of experts in one tensor (gate_up_proj_packed)"
         if isinstance(packing, IntQuantized) and weights.num_bits == 8 and size == -1:
             return f"{group.where} has int8 weights by channel in bytes: those are the scheme int8's"
         return WNA16Storage(
@@ -60,13 +64,15 @@ class CompressedTensorsWNA16Format(QuantizedFormat):
             weights.symmetric,
             group.summary,
             activation,
-            ordered=weights.actorder in ("group", "dynamic"),
+            ordered=ordered,
         )
 
 
 def _packing(bits: int, layer: LayerExperts) -> Packing:
     """How the tensors are kept: tools' formats name the same layout differently."""
     for projection in sorted(layer.projections):
+        if layer.has(projection, "packed"):
+            return StackedPackQuantized(bits)
         if layer.has(projection, "weight_packed"):
             in_pairs = bits == 4 and layer.dtype(projection, "weight_packed") in (torch.int8, torch.uint8)
             return Int4Quantized(4) if in_pairs else PackQuantized(bits)

@@ -29,11 +29,13 @@ class Packing(ABC):
     - ``bits`` of a code: 4 or 8
     - ``weight``, ``scale``: suffixes of the tensors' names; ``zero``: zero points, ``g_idx``: the group of each column,
       ``pre_scale``: factors of the inputs' columns; None where the tool keeps no such tensor
+    - ``joint``: what stands before a suffix in the tensors' names
     - ``unset_g_idx``: a ``g_idx`` of -1 everywhere means columns that lie in order
     """
 
     bits: int
 
+    joint: ClassVar[str] = "."
     weight: ClassVar[str]
     scale: ClassVar[str]
     zero: ClassVar[str | None] = None

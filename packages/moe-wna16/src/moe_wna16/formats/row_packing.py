@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from moe_wna16.formats.packing import Packing, Shape
 @dataclass(frozen=True)
 class _CompressedTensors(Packing):
     scale = "weight_scale"
-    zero = "weight_zero_point"
-    g_idx = "weight_g_idx"
+    zero: ClassVar[str | None] = "weight_zero_point"
+    g_idx: ClassVar[str | None] = "weight_g_idx"
     unset_g_idx = True
     zero_dtypes = (torch.int32, torch.int8)
 
@@ -59,6 +60,20 @@ class PackQuantized(_CompressedTensors):
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
         return rows_of_words(stored, self.bits, cols)
+
+
+@dataclass(frozen=True)
+class StackedPackQuantized(PackQuantized):
+    """``pack-quantized`` of experts that one tensor holds: ``experts.gate_up_proj_packed`` and ``_scale`` (Gemma 4).
+
+    How zero points and the groups of columns would lie there is not known.
+    """
+
+    joint = "_"
+    weight = "packed"
+    scale = "scale"
+    zero = None
+    g_idx = None
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class WNA16Layout(QuantizedLayout):
 
     def _missing(self, projection: str, suffix: str) -> CheckpointError:
         self._refuse_unquantised(projection)
-        name = f"{module_name(self.layer, projection)}.{suffix}"
+        name = f"{module_name(self.layer, projection)}{self.storage.packing.joint}{suffix}"
         return CheckpointError(f"{name} is missing in {self.layer.checkpoint.path} ({self.storage.why})")
 
     def _refuse_unquantised(self, projection: str) -> None:
