@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Int8MoeBackend(StrEnum):
     """Backends of this package; other packages' backends are named by their entry points."""
 
-    MARLIN = "marlin"
     TRITON = "triton"
+    MARLIN = "marlin"
     TORCH = "torch"
 
 
@@ -42,8 +42,8 @@ def _order(
     activation_key: QuantKey | None,
 ) -> tuple[Backend, ...]:
     """Marlin-class kernels first on sm_90, where they were measured to be ahead of int8 products with any tokens."""
-    marlin, triton, *others = table
-    return table if device.capability == 90 else (triton, marlin, *others)
+    triton, marlin, *others = table
+    return (marlin, triton, *others) if device.capability == 90 else table
 
 
 def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> str | None:
@@ -77,7 +77,6 @@ SCHEME = SchemeSpec(
     order=_order,
     reason_against=_reason_against,
     backends=(
-        Backend(Int8MoeBackend.MARLIN.value, ("moe_int8.experts.marlin_w4a8:MarlinW4A8Int8Experts",)),
         Backend(
             Int8MoeBackend.TRITON.value,
             (
@@ -86,6 +85,7 @@ SCHEME = SchemeSpec(
                 "moe_int8.experts.triton_w4a8:TritonW4A8Int8Experts",
             ),
         ),
+        Backend(Int8MoeBackend.MARLIN.value, ("moe_int8.experts.marlin_w4a8:MarlinW4A8Int8Experts",)),
         Backend(Int8MoeBackend.TORCH.value, ("moe_int8.experts.torch:TorchInt8Experts",)),
     ),
     formats=(
