@@ -38,8 +38,8 @@ def test_a_library_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_loop_on_the_host_is_no_kernel_of_a_gpu() -> None:
-    with pytest.raises(NoBackendError, match=r"fp8: no kernel fits on sm80: .*triton needs sm89"):
-        select_kernel("fp8", CONFIG, *KEYS, device=DeviceInfo.parse("sm80"))
+    with pytest.raises(NoBackendError, match=r"fp8: no kernel fits on sm75: .*triton needs sm89"):
+        select_kernel("fp8", CONFIG, *KEYS, device=DeviceInfo.parse("sm75"))
     with pytest.raises(NoBackendError, match="fp8: no kernel fits on sm90"):
         select_kernel("fp8", CONFIG, *KEYS, device="sm90", backend="torch")
     assert select_kernel("fp8", CONFIG, *KEYS, device="cpu").backend == "torch"
@@ -51,7 +51,7 @@ def test_a_loop_on_the_host_is_no_kernel_of_a_gpu() -> None:
     ("device", "line"),
     [
         ("h200", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: triton (TritonFp8BlockExperts)"),
-        ("sm80", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to an-engine, no kernel fits on sm80: triton "),
+        ("sm75", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to an-engine, no kernel fits on sm75: triton "),
         ("cpu", "fp8 kFp8Static128BlockSym x kFp8Dynamic128Sym: left to an-engine, torch sees no GPU"),
     ],
 )

@@ -35,7 +35,7 @@ def selected(
         max_num_tokens=64,
         has_bias=claims.bias,
     )
-    known = [DeviceInfo.parse(arch) for arch in ("sm90", "sm100", "gfx950", "cpu")]
+    known = [DeviceInfo.parse(arch) for arch in ("sm90", "sm100", "sm80", "gfx950", "cpu")]
     device = next(d for d in known if any(r.reason_against(d) is None for r in claims.devices))
     chosen = Candidate(name, experts, ())
     return Selection(

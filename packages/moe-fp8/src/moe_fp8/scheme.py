@@ -102,10 +102,7 @@ SCHEME = SchemeSpec(
         ),
         Backend(
             Fp8MoeBackend.MARLIN.value,
-            (
-                "moe_fp8.experts.marlin:MarlinFp8Experts",
-                "moe_fp8.experts.marlin:MarlinFp8QdqExperts",
-            ),
+            ("moe_fp8.experts.marlin:MarlinFp8Experts",),
             aliases=(Fp8MoeBackend.TRITON.value,),
         ),
         Backend(
@@ -119,6 +116,7 @@ SCHEME = SchemeSpec(
                 "moe_fp8.experts.triton:TritonFp8BlockExperts",
                 "moe_fp8.experts.triton_scaled_mm:TritonFp8Experts",
                 "moe_fp8.experts.triton_mxfp8:TritonMxfp8Experts",
+                "moe_fp8.experts.marlin:MarlinFp8QdqExperts",
             ),
         ),
         Backend(Fp8MoeBackend.TORCH.value, ("moe_fp8.experts.torch:TorchFp8Experts",)),
