@@ -68,7 +68,7 @@ class PlainScheme(ActivationScheme):
         config, pairs, rows = shape.config, shape.pairs, self.rows
         hidden, inner = padded(config.hidden_size), padded(config.intermediate_size)
         # what x is multiplied into has its exponents, what quantised h is made of needs more
-        wide = config.dtype if rows is None else shape.wide
+        wide = config.dtype if rows is None or rows.dtype is config.dtype else shape.wide
         specs = (
             WorkspaceSpec("h", (pairs, inner), wide),
             WorkspaceSpec("gathered", (pairs if self.gathered else 0, max(hidden, inner)), wide),
