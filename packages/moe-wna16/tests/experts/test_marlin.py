@@ -6,12 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core import FusedMoEConfig, kFp8DynamicTokenSym, kInt4Static, kInt4Static32Asym, kInt8Static
+from moe_core import (
+    FusedMoEActivationFormat,
+    FusedMoEConfig,
+    kFp8DynamicTokenSym,
+    kInt4Static,
+    kInt4Static32Asym,
+    kInt8Static,
+)
 from moe_core.device import DeviceInfo
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import call_on_meta, experts_specimens
 from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinW4AFp8Experts, MarlinWNA16Experts
+
+STANDARD, BATCHED = FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED
 
 
 class TestMarlinWNA16(ConformanceTests):
@@ -72,14 +81,20 @@ def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "expected"), [(1024, ["words_kernel"] * 2), (1020, ["grouped_gemm_kernel", "words_kernel"])]
+    ("hidden", "pre_scaled", "layout", "expected"),
+    [
+        (1024, False, STANDARD, ["words_kernel"] * 2),
+        (1020, False, STANDARD, ["grouped_gemm_kernel", "words_kernel"]),
+        # gathered by pair; batched rows have one order
+        (1024, True, STANDARD, ["grouped_gemm_kernel"] * 2),
+        (1024, True, BATCHED, ["words_kernel"] * 2),
+    ],
 )
-def test_many_rows_of_e4m3_on_hopper(hidden, expected):
+def test_many_rows_of_e4m3_on_hopper(hidden, pre_scaled, layout, expected):
     """Quantised rows end in whole tiles of columns, but which columns there are the kernel must know in whole 16."""
-    config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16)
-    experts = MarlinW4AFp8Experts(
-        config, weight_key=kInt4Static, activation_key=kFp8DynamicTokenSym, device=DeviceInfo.parse("sm90")
-    )
+    config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16, activation_format=layout, max_num_tokens=400)
+    key, target = replace(kInt4Static, pre_scaled=pre_scaled), DeviceInfo.parse("sm90")
+    experts = MarlinW4AFp8Experts(config, weight_key=key, activation_key=kFp8DynamicTokenSym, device=target)
     with record() as launches:
         call_on_meta(experts, 400)
     assert [one.name for one in launches if one.name in ("grouped_gemm_kernel", "words_kernel")] == expected

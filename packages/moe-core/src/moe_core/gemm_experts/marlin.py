@@ -123,17 +123,26 @@ class MarlinExperts(GroupedExperts):
         """Whether columns of x or of h are gathered."""
         return False
 
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether x and h are quantised by scales of their experts."""
+        return self.activation_key is not None and self.activation_key.is_static
+
     @cached_property
     def problem(self) -> LayerProblem:
-        # activations that are gathered are by pair; batched rows lie by expert in any case
-        permuted = self.gathers_columns and not self.batched
-        return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize, permuted=permuted)
+        # activations that are gathered, or quantised by their experts' scales, are by pair, which the warp-specialised
+        # kernel does not write; batched rows lie by expert in any case
+        by_pair = (self.gathers_columns or self.has_static_scales) and not self.batched
+        return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize, permuted=by_pair)
 
     @property
     def takes_vectors(self) -> bool:
         # adapters read x and h between the launches; rows of x that depend on the expert are by pair
-        static = self.activation_key is not None and self.activation_key.is_static
-        return not (static or self.batched or self.config.is_lora_enabled) and self.operand_dtype.itemsize == 2
+        if self.has_static_scales or self.batched or self.config.is_lora_enabled or self.operand_dtype.itemsize != 2:
+            return False
+        # vectors' products are weighted, which is x weighted before it is quantised where its scale follows
+        key, on_input = self.activation_key, self.config.apply_router_weight_on_input
+        return key is None or not on_input or key.scale.dtype is torch.float32
 
     def row_quantizer(self, weights: KernelWeights | None) -> RowQuantizer | None:
         """How x and h are quantised; without ``weights`` only its scratch memory is asked for."""

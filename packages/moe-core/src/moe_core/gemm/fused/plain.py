@@ -130,8 +130,8 @@ class PlainScheme(ActivationScheme):
     def _quantized(self, call: Call, values: Tensor, scales: Tensor | None, which: Rows, k: int) -> OperandA:
         if scales is not None:
             return OperandA((values, scales, values.stride(0), 1, 0, None), which)
-        # the warp-specialised kernel would leave h in sorted order
-        special = None if self.h_by_pair else _special(call, which, k)
+        # the warp-specialised kernel would leave h in sorted order; batched rows have one order
+        special = None if self.h_by_pair and call.by_pair == "pair" else _special(call, which, k)
         return OperandA((values, values.stride(0)), which, warp_specialised=special)
 
     @staticmethod

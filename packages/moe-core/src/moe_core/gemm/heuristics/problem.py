@@ -39,7 +39,7 @@ class LayerProblem:
     of the GPU, see `balance_of`; ``sharded``: some of the experts are on other ranks.
 
     - ``group_size`` columns whose partial sum is scaled by itself, -1: only the finished sum
-    - ``permuted``: each column has a scale of its own (activation order)
+    - ``permuted``: each column has a scale of its own (activation order), or rows of h are by pair
     - ``quantizes_h``: the epilogue of gemm1 quantises h
     - ``lora``: LoRA deltas are added, by the tile kernel alone
     """
