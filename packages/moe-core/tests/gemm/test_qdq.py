@@ -20,7 +20,7 @@ from moe_core.quant_key import (
 )
 from moe_core.quantization import fake_quantize
 
-ROWS, COLUMNS, WIDTH = 5, 320, 384
+ROWS, COLUMNS, WIDTH = 7, 320, 384
 DYNAMIC = (
     kFp8DynamicTokenSym,
     kInt8DynamicTokenSym,
@@ -34,8 +34,8 @@ DYNAMIC = (
 
 def rows() -> torch.Tensor:
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))
-    # magnitudes from row to row, a row of zeros
-    return x * torch.tensor([1.0, 1e-3, 300.0, 0.0, 7.0])[:, None]
+    # magnitudes from row to row, a row of zeros, one of subnormal numbers, one of nearly the largest
+    return x * torch.tensor([1.0, 1e-3, 300.0, 0.0, 7.0, 1e-39, 5e37])[:, None]
 
 
 def computed(x: torch.Tensor, key: QuantKey, device: torch.device, static: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_a_row_that_is_not_finite_becomes_nan(key: QuantKey, lost: float, device
     x[2, 17] = lost
     found = computed(x, key, device)
     assert found[2].isnan().all()
-    assert found[[0, 1, 3, 4]].isfinite().all()
+    assert found[[0, 1, 3, 4, 5, 6]].isfinite().all()
 
 
 def test_other_keys_are_refused_by_name() -> None:
