@@ -15,6 +15,7 @@ from moe_core import (
     kInt8Static,
 )
 from moe_core.device import DeviceInfo
+from moe_core.gemm.workspaces import BEFORE_GEMM2
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import call_on_meta, experts_specimens
@@ -104,3 +105,15 @@ def test_layers_with_adapters_have_tiles_for_the_kernel_that_adds_deltas():
     config = FusedMoEConfig(8, 2, 1024, 512, dtype=torch.bfloat16, is_lora_enabled=True)
     experts = MarlinWNA16Experts(config, weight_key=kInt4Static, activation_key=None, device=DeviceInfo.parse("sm90"))
     assert not any(experts.plan(tokens).gemm1.warp_specialised for tokens in (96, 400, 4096))
+
+
+@pytest.mark.parametrize("pre_scaled", [False, True])
+def test_memory_of_h_is_given_to_the_result_of_gemm2(pre_scaled):
+    """h is quantised before gemm2, which reads the quantised rows alone; 16-bit h is what it reads."""
+    config = FusedMoEConfig(8, 2, 1024, 512, dtype=torch.bfloat16)
+    key, target = replace(kInt4Static, pre_scaled=pre_scaled), DeviceInfo.parse("sm90")
+    quantised = MarlinW4AFp8Experts(config, weight_key=key, activation_key=kFp8DynamicTokenSym, device=target)
+    plain = MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=target)
+    phases, others = ({spec.name: spec.phase for spec in one.workspaces(400)} for one in (quantised, plain))
+    assert phases["h"] == phases["gathered"] == phases["x_values"] == BEFORE_GEMM2
+    assert phases["h_values"] is others["h"] is others["gathered"] is None

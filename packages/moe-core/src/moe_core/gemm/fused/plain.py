@@ -15,6 +15,7 @@ from moe_core.gemm.columns import Columns, gather_columns
 from moe_core.gemm.fused.call import Call
 from moe_core.gemm.fused.scheme import TILE, ActivationScheme, CallShape, padded, quantized
 from moe_core.gemm.launch import OperandA, Result, Rows, has_aligned_rows
+from moe_core.gemm.workspaces import BEFORE_GEMM2
 from moe_core.ops.sort import QuantizeRows, Schedule, whole_row
 from moe_core.workspace import WorkspaceSpec
 
@@ -69,9 +70,11 @@ class PlainScheme(ActivationScheme):
         hidden, inner = padded(config.hidden_size), padded(config.intermediate_size)
         # what x is multiplied into has its exponents, what quantised h is made of needs more
         wide = config.dtype if rows is None or rows.dtype is config.dtype else shape.wide
+        # of quantised rows gemm2 reads the values, and its adapters h itself
+        phase = None if rows is None or config.is_lora_enabled else BEFORE_GEMM2
         specs = (
-            WorkspaceSpec("h", (pairs, inner), wide),
-            WorkspaceSpec("gathered", (pairs if self.gathered else 0, max(hidden, inner)), wide),
+            WorkspaceSpec("h", (pairs, inner), wide, phase),
+            WorkspaceSpec("gathered", (pairs if self.gathered else 0, max(hidden, inner)), wide, phase),
         )
         if rows is None:
             return specs
