@@ -25,8 +25,6 @@ of the GEMV kernels for one token, :class:`WordFunctions` that of the warp-speci
 
 **Rows with a scale each**: how activations and weights are loaded, scales found from magnitudes, and NaN kept.
 
-**Activations that are quantised and dequantised** (QDQ) meet weights of the Marlin family as numbers of bfloat16.
-
 **Zero points** of int8 activations travel with their scale in an int64.
 
 **Copies of device functions** with other constants, or with another function in them, are made by ``specialize``.
@@ -44,7 +42,6 @@ from moe_core.gemm.as_stored.tiles import (
     open_blocks,
 )
 from moe_core.gemm.fused.groups import GroupScheme
-from moe_core.gemm.fused.plain import RowQuantizer
 from moe_core.gemm.fused.scaled_mm import E4M3, ScaledMMFunctions
 from moe_core.gemm.fused.scheme import ActivationScheme
 from moe_core.gemm.launch import (
@@ -75,7 +72,6 @@ from moe_core.gemm.marlin.operand import (
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.gemm.operand_tiles import open_plain, prefetch_rows, step_strides, weight_rows, weight_tile
-from moe_core.gemm.qdq import qdq, qdq_rows
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
     load_unquantized,
@@ -148,10 +144,6 @@ __all__ = [
     # products as they are, or transposed
     "as_column",
     "as_row",
-    # activations that are quantised and dequantised
-    "RowQuantizer",
-    "qdq",
-    "qdq_rows",
     # tiles of weights
     "prefetch_rows",
     "step_strides",

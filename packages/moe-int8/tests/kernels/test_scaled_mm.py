@@ -28,7 +28,6 @@ from moe_core.gemm.scaled_mm import (
     quantize_static,
 )
 from moe_core.kernel import FusedMoEKernel
-from moe_core.kernel_api import qdq
 from moe_core.ops.sort import QuantizeRows, sort_pairs, sort_workspaces, whole_row
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.quant_key import (
@@ -39,7 +38,7 @@ from moe_core.quant_key import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.quantization import fake_quantize, quantize_tensor
+from moe_core.quantization import quantize_tensor
 from moe_core.testing.data import make_weights
 from moe_core.testing.planned import layer_error, with_plan
 from moe_core.workspace import workspace_nbytes
@@ -195,17 +194,6 @@ def test_codes_are_those_of_the_reference(zero_points, device):
         assert torch.equal((scales >> 32).int()[:, None], expected.zero_point)
         scales = scales.int().view(torch.float32)
     assert torch.equal(scales.nan_to_num(-1.0), expected.scale.flatten().nan_to_num(-1.0))
-
-
-def test_rows_with_zero_points_are_dequantised_again(device):
-    x, key = hostile(), KEYS["token-zero"]
-    quantizer = qdq(key, device, function=scaled_mm.QDQ_ROW_ZERO)
-    values = torch.full((len(x), 128), float("nan"), dtype=torch.bfloat16, device=device)
-    quantize_rows(quantizer.job(x.to(device), values, None, first=True), ("all", ()), pdl=False)
-    values, expected, finite = values.cpu(), fake_quantize(x, key).bfloat16(), x.isfinite().all(dim=1)
-    assert torch.equal(values[finite, : x.shape[1]], expected[finite])
-    assert not values[finite, x.shape[1] :].any()
-    assert values[~finite].isnan().all()
 
 
 @triton.jit

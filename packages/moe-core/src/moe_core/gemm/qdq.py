@@ -3,7 +3,7 @@
 The numbers of an activation key, codes times scales, in bfloat16: what tensor cores without the codes' type multiply,
 and kernels whose weights become 16-bit numbers.  Codes of e4m3, e2m1 and int8 are numbers of bfloat16; a code times its
 float32 scale is rounded to one, by 2^-8 at most.  In the root mean square that is a sixteenth of what e4m3 loses, and
-a fifth of what int8 loses; the largest codes lose as much again, with zero points up to twice as much.
+a fifth of what int8 loses; the largest codes lose as much again.
 
 `quantize` functions as the tile kernel has them, of whole rows: quant_args = (values, codes, ...); ``codes`` is a
 tensor of the codes' type: int8, or the values themselves, for e4m3 that needs no hardware.
@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_core.errors import ConfigError
 from moe_core.gemm.as_stored.activations import round_mx
 from moe_core.gemm.fused.plain import RowQuantizer
-from moe_core.gemm.scaled_mm import quantize_group, quantize_row, quantize_static, scale_and_zero
+from moe_core.gemm.scaled_mm import quantize_group, quantize_row, quantize_static
 from moe_core.jit.casts import downcast
 from moe_core.jit.specialize import specialize
 from moe_core.numerics import INT8
@@ -46,11 +46,7 @@ GROUP = tl.constexpr(128)
 def qdq_rows(tile, quant_args, expert, AXIS: tl.constexpr):
     """A tile whose whole AXIS is a row."""
     codes, scale = quantize(tile, quant_args[1:], expert, AXIS)
-    numbers = codes.to(tl.float32)
-    if scale.dtype == tl.int64:
-        scale, zero = scale_and_zero(scale)
-        numbers -= tl.expand_dims(zero, AXIS).to(tl.float32)
-    return downcast(numbers * tl.expand_dims(scale, AXIS), quant_args[0].dtype.element_ty), 0.0
+    return downcast(codes.to(tl.float32) * tl.expand_dims(scale, AXIS), quant_args[0].dtype.element_ty), 0.0
 
 
 @triton.jit
@@ -86,18 +82,15 @@ def qdq(
     key: QuantKey,
     device: torch.device | None = None,
     static: tuple[Tensor | None, Tensor | None] = (None, None),
-    function: Any = None,
 ) -> RowQuantizer:
     """QDQ by ``key``; ``static`` scales [E] of x and h, float32.
 
-    ``function``, for keys that there is none for here: `qdq_rows` with a ``quantize`` of its own.  Without ``device``
-    only scratch memory is asked for.  Raises ConfigError for other keys.
+    Without ``device`` only scratch memory is asked for.  Raises ConfigError for other keys.
     """
-    made = _device_function(key) if function is None else function
     codes: tuple[Tensor, ...] = ()
     if device is not None:
         # of which only the type is read
         codes = (torch.empty(0, dtype=torch.int8 if key.dtype == INT8 else torch.bfloat16, device=device),)
     x, h = ((*codes, scale) if key.is_static else codes for scale in static)
     exact = key.scale.dtype is torch.float32 and not key.is_static
-    return RowQuantizer(made, torch.bfloat16, x, h, by_expert=key.is_static, keeps_range=exact)
+    return RowQuantizer(_device_function(key), torch.bfloat16, x, h, by_expert=key.is_static, keeps_range=exact)

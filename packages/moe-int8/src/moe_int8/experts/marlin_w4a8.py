@@ -1,7 +1,8 @@
 """Marlin-class kernels: int4 weights, repacked at load, with int8 activations (W4A8): standard and batched format.
 
-Activations are quantised and dequantised per token, with zero points or without, and meet the codes as numbers of
-bfloat16: see ``moe_core.gemm.marlin`` and ``moe_core.gemm.qdq``.
+Activations are quantised and dequantised per token, and meet the codes as numbers of bfloat16: see
+``moe_core.gemm.marlin`` and ``moe_core.gemm.qdq``.  Not with zero points: of rows whose values have one sign, rounding
+to bfloat16 would lose nearly as much as int8 does.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, MoEWeights, cuda
+from moe_core import (
+    GATED,
+    NON_GATED,
+    TRITON,
+    Claims,
+    FusedMoEActivationFormat,
+    MoEWeights,
+    cuda,
+    kInt4W4A8StaticChannelSym,
+    kInt8DynamicTokenSym,
+)
 from moe_core.experts_api import MarlinIntegerExperts
 from torch import Tensor
 
-from moe_int8.experts.triton_w4a8 import W4A8_KEYS
+from moe_int8.experts.triton_w4a8 import GROUPS
 from moe_int8.layout import pack_unsigned_int4
 
 if TYPE_CHECKING:
-    from moe_core import KernelWeights
-    from moe_core.kernel_api import Converted, RowQuantizer
+    from moe_core.kernel_api import Converted
 
 
 class MarlinW4A8Int8Experts(MarlinIntegerExperts):
@@ -27,7 +37,7 @@ class MarlinW4A8Int8Experts(MarlinIntegerExperts):
 
     claims = Claims(
         devices=(cuda(min=80),),
-        keys=W4A8_KEYS,
+        keys=((kInt4W4A8StaticChannelSym, kInt8DynamicTokenSym), (GROUPS, kInt8DynamicTokenSym)),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16}),
         bias=True,
@@ -45,13 +55,3 @@ class MarlinW4A8Int8Experts(MarlinIntegerExperts):
         else:
             weights = replace(weights, w2=pack_unsigned_int4(weights.w2))
         return super().converted(name, weights, scale)
-
-    def row_quantizer(self, weights: KernelWeights | None) -> RowQuantizer | None:
-        if self.activation_key is None or self.activation_key.symmetric:
-            return super().row_quantizer(weights)
-        from moe_core.kernel_api import qdq
-
-        from moe_int8.kernels.scaled_mm import QDQ_ROW_ZERO
-
-        device = None if weights is None else weights.w13.device
-        return qdq(self.activation_key, device, function=QDQ_ROW_ZERO)

@@ -43,13 +43,12 @@ from moe_int8.sums import sum_reasons
 if TYPE_CHECKING:
     from moe_core.kernel_api import ScaledMMFunctions
 
-_GROUPS = KeyPattern(
+GROUPS = KeyPattern(
     kInt4W4A8StaticGroup128Sym,
     (GroupShape(1, 128), GroupShape(1, 64), GroupShape(1, 32)),
     (torch.bfloat16, torch.float32),
 )
 _ACTIVATIONS = (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
-W4A8_KEYS = tuple((weight, key) for weight in (kInt4W4A8StaticChannelSym, _GROUPS) for key in _ACTIVATIONS)
 
 
 class TritonW4A8Int8Experts(Int8ScaledMMExperts):
@@ -60,7 +59,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
 
     claims = Claims(
         devices=(cuda(min=80),),
-        keys=W4A8_KEYS,
+        keys=tuple((weight, key) for weight in (kInt4W4A8StaticChannelSym, GROUPS) for key in _ACTIVATIONS),
         activations=GATED | NON_GATED,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         bias=True,

@@ -22,12 +22,10 @@ from moe_core.kernel_api import (
     as_row,
     is_finite,
     open_weights,
-    qdq_rows,
     round_int8,
     scale_acc,
     scale_of,
     shifted,
-    specialize,
     with_zero,
 )
 
@@ -73,6 +71,3 @@ INT8_ZERO = replace(
     load_unquantized=None,
     quantize_row=quantize_row_zero,
 )
-
-#: the same quantised and dequantised, for products in bfloat16
-QDQ_ROW_ZERO = specialize(qdq_rows, quantize=quantize_row_zero)
