@@ -198,7 +198,7 @@ def reasons(claims_change: dict[str, object], config: FusedMoEConfig = CONFIG, *
             {"activation_params": ActivationParams(limit=5.0)},
             "does not clamp the activation silu to 5.0",
         ),
-        ({"dtypes": frozenset({torch.float16})}, {}, "does not take hidden states of torch.bfloat16"),
+        ({"dtypes": frozenset({torch.float16})}, {}, "does not take hidden states in bfloat16, takes float16"),
         ({"bias": False}, {"has_bias": True}, "does not add biases"),
         ({"expert_map": False}, {"parallel": FusedMoEParallelConfig(ep_size=2)}, "does not take an expert map"),
         (
