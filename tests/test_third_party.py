@@ -1,6 +1,6 @@
-"""Packages of other people: a backend for an existing scheme, and a scheme, found by entry point alone.
+"""Packages of other people: a backend and a checkpoint format for existing schemes, and a scheme, found by entry point.
 
-The examples are built as wheels and unpacked beside the environment; nothing of core or moe-fp8 knows them.
+The examples are built as wheels and unpacked beside the environment; nothing of core or the schemes knows them.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def build(project: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, root: Path) -> str:
-    """A directory with both examples installed, for PYTHONPATH."""
+    """A directory with the examples installed, for PYTHONPATH."""
     target = tmp_path_factory.mktemp("site")
-    for name in ("third-party-backend", "third-party-scheme"):
+    for name in ("third-party-backend", "third-party-format", "third-party-scheme"):
         build(root / "examples" / name, target)
     return str(target)
 
@@ -143,6 +143,15 @@ def test_backend_and_scheme_of_other_packages_pass_the_kits(tmp_path: Path, root
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     for test in ("TestKnownFaults::test_reloading", "TestTorch::test_conformance", "PreloadedExperts::values"):
         assert test in done.stdout
+
+
+def test_format_of_another_package_passes_its_tests(tmp_path: Path, root: Path, installed: str) -> None:
+    shutil.copytree(root / "examples" / "third-party-format" / "tests", tmp_path / "tests")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests"]
+    environment = {**os.environ, "PYTHONPATH": installed}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert "4 passed" in done.stdout
 
 
 def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed: str) -> None:

@@ -42,7 +42,14 @@ CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_siz
 class LoopExperts(ToyExperts):
     """Fits always, driven by the host."""
 
-    claims = replace(PLAIN, keys=ALL, cuda_graph=False, lora=True, batch_invariant=True)
+    claims = replace(
+        PLAIN,
+        keys=ALL,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        cuda_graph=False,
+        lora=True,
+        batch_invariant=True,
+    )
 
 
 class WidenExperts(ToyExperts):
@@ -133,6 +140,12 @@ def test_what_is_said_is_true() -> None:
             replace(CONFIG, batch_invariant=True),
             None,
             [NOT_INVARIANT],
+        ),
+        (
+            "sm80",
+            replace(CONFIG, dtype=torch.float16),
+            None,
+            ["with hidden states in bfloat16 widen fits (dtype=torch.bfloat16, --dtype bfloat16)"],
         ),
         (
             "sm80",

@@ -30,7 +30,7 @@ def test_parse_accepts_the_usual_spellings(text: str) -> None:
 def test_parse_names_what_is_known() -> None:
     with pytest.raises(ConfigError, match=r"'rtx4091'; did you mean 'rtx4090'\?: expected .*sm90.*\ncards: .*h200"):
         DeviceInfo.parse("rtx4091")
-    for name in ("sm9", "smXX", "gfx", "gfx12345", "", "90", "cuda"):
+    for name in ("sm9", "smXX", "gfx", "gfx12345", "", "90", "cuda", "80GB", "NVIDIA A100 MIG 1g.10gb"):
         with pytest.raises(ConfigError, match="unknown device"):
             DeviceInfo.parse(name)
     with pytest.raises(ConfigError, match="a device is a name .*, got 90"):
@@ -56,6 +56,14 @@ def test_parse_names_what_is_known() -> None:
         ("mi250x", "gfx90a"),
         ("AMD Instinct MI300X", "gfx942"),
         ("mi355x", "gfx950"),
+        # as drivers name them
+        ("NVIDIA A100-SXM4-80GB", "sm80"),
+        ("NVIDIA A100 80GB PCIe", "sm80"),
+        ("NVIDIA L40S", "sm89"),
+        ("NVIDIA RTX 6000 Ada Generation", "sm89"),
+        ("NVIDIA H100 80GB HBM3", "sm90"),
+        ("NVIDIA GH200 480GB", "sm90"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "sm120"),
     ],
 )
 def test_cards_have_their_architecture(name: str, arch: str) -> None:

@@ -135,6 +135,15 @@ def test_report_reads_and_serialises() -> None:
     assert [c["fits"] for c in data["candidates"]] == [True, True, False]
 
 
+def test_a_refused_name_has_the_reason_of_the_backend_that_bears_it() -> None:
+    class OlderExperts(ToyExperts):
+        claims = replace(ToyExperts.claims, devices=(cuda(80, 88),))
+
+    oracle = toy_oracle(backends=(Backend("older", (OlderExperts,), aliases=("gpu",)), *TOY.backends))
+    with pytest.raises(BackendRefusedError, match="'gpu' does not fit, and is never replaced: needs sm90 or newer"):
+        oracle.select(CONFIG, weight_key=None, activation_key=None, device=CPU, moe_backend="gpu")
+
+
 def test_classes_for_other_keys_share_a_line_where_another_class_of_the_backend_takes_these() -> None:
     class OtherKeysExperts(ToyExperts):
         claims = replace(ToyExperts.claims, keys=((kFp8StaticChannelSym, kFp8DynamicTokenSym),))
@@ -198,7 +207,7 @@ def reasons(claims_change: dict[str, object], config: FusedMoEConfig = CONFIG, *
             {"activation_params": ActivationParams(limit=5.0)},
             "does not clamp the activation silu to 5.0",
         ),
-        ({"dtypes": frozenset({torch.float16})}, {}, "does not take hidden states of torch.bfloat16"),
+        ({"dtypes": frozenset({torch.float16})}, {}, "does not take hidden states in bfloat16, takes float16"),
         ({"bias": False}, {"has_bias": True}, "does not add biases"),
         ({"expert_map": False}, {"parallel": FusedMoEParallelConfig(ep_size=2)}, "does not take an expert map"),
         (

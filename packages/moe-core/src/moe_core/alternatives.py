@@ -99,7 +99,7 @@ def _layer(request: Request) -> list[_Change]:
         changes.append(
             (Alternative("no batch invariance", "", "batch_invariant=False"), replace(request, config=without))
         )
-    if config.dtype is torch.float32:
+    if config.dtype is not torch.bfloat16:
         in_bfloat16 = replace(config, dtype=torch.bfloat16)
         change = Alternative("hidden states in bfloat16", "", "dtype=torch.bfloat16", "--dtype bfloat16")
         changes.append((change, replace(request, config=in_bfloat16)))

@@ -37,6 +37,12 @@ def key_matches(claim: KeyClaim, key: QuantKey | None) -> bool:
     return claim == key
 
 
+def dtype_reason(dtype: torch.dtype, taken: frozenset[torch.dtype]) -> str:
+    """The reason against hidden states in ``dtype`` where only those of ``taken`` are."""
+    name, *names = (str(d).removeprefix("torch.") for d in (dtype, *sorted(taken, key=str)))
+    return f"does not take hidden states in {name}, takes {' or '.join(names)}"
+
+
 def claim_name(claim: KeyClaim) -> str:
     """A claimed key by its name, a pattern with all of its choices; "16-bit" for None."""
     return str(claim) if isinstance(claim, KeyPattern) else key_name(claim)
@@ -216,7 +222,7 @@ class Claims:
         elif not self.limits(config.activation) and config.params.limit != config.activation.default_params().limit:
             reasons.append(f"does not clamp the activation {config.activation.value} to {config.params.limit}")
         if config.dtype not in self.dtypes:
-            reasons.append(f"does not take hidden states of {config.dtype}")
+            reasons.append(dtype_reason(config.dtype, self.dtypes))
         if config.has_bias and not self.bias:
             reasons.append("does not add biases")
         if config.local_experts < config.num_experts and not self.expert_map:

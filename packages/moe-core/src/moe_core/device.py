@@ -9,6 +9,9 @@ import torch
 
 from moe_core.errors import ConfigError, did_you_mean
 
+#: words of a driver's name that say in which form a card comes
+_FORM = r"sxm\d?|pcie|nvl|hbm\de?|\d+gb|blackwell|server|workstation|edition|max|q|generation"
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -50,11 +53,13 @@ class DeviceInfo:
     def parse(text: str) -> DeviceInfo:
         """A device by architecture, or by the name of a card: ``sm90``, ``sm_90a``, ``gfx942``, ``h200``, ``rtx4090`` …
 
+        The name may be the driver's, "NVIDIA A100-SXM4-80GB"; figures are those of the usual card of that name.
         Any ``smXX`` or ``gfxXXX`` is a device; what is not known of it is 0.  Raises ConfigError for another name.
         """
         if not isinstance(text, str):
             raise ConfigError(f"a device is a name (sm90, gfx942, h200, cpu), got {text!r}")
-        name = re.sub(r"[\s_-]|nvidia|geforce|tesla|amd|instinct|radeon", "", text.lower())
+        words = (word for word in re.split(r"[\s_-]+", text.lower()) if not re.fullmatch(_FORM, word))
+        name = re.sub(r"nvidia|geforce|tesla|amd|instinct|radeon", "", "".join(words))
         if name in CARDS:
             return CARDS[name]
         if re.fullmatch(r"sm\d{2,3}[af]?", name):

@@ -194,7 +194,9 @@ class Oracle:
         if mine:
             fitting = next((candidate.backend for candidate in report.candidates if candidate.fits), None)
             instead = "" if fitting is None else f"; {fitting!r} fits"
-            why = "; ".join(reason for candidate in report.closest[:1] for reason in candidate.reasons)
+            # a backend that has the name itself, before those that answer to it as well
+            closest = min(report.closest, key=lambda candidate: candidate.backend != name)
+            why = "; ".join(closest.reasons)
             what = f"{self.scheme}: backend {name!r} does not fit, and is never replaced: {why}{instead}"
             return BackendRefusedError(what, report)
         known = list(dict.fromkeys(("auto", *(name for c in report.candidates for name in (c.backend, *c.aliases)))))

@@ -44,6 +44,16 @@ class Candidate:
     def fits(self) -> bool:
         return not self.reasons
 
+    @property
+    def path(self) -> str:
+        """module:Class."""
+        return f"{self.experts.__module__}:{self.experts.__qualname__}"
+
+    @property
+    def notes(self) -> str:
+        """What the claims say in words, e.g. how it rounds."""
+        return "" if self.fault is not None else self.experts.claims.notes
+
     def tested_on(self, device: DeviceInfo) -> str:
         """ "tested on cpu, NVIDIA H200 (sm90); not on sm100"."""
         if not self.verified_on:
@@ -169,21 +179,26 @@ class SelectionReport:
             "device_name": self.device.name,
             "requested": self.requested,
             "chosen": self.chosen.backend if self.chosen else None,
+            "experts": self.chosen.path if self.chosen else None,
             "weight_key": key_name(self.weight_key),
             "activation_key": key_name(self.activation_key),
             "num_experts": self.config.num_experts,
+            "local_experts": self.config.local_experts,
             "top_k": self.config.top_k,
             "hidden_size": self.config.hidden_size,
             "intermediate_size": self.config.intermediate_size,
             "activation": self.config.activation.value,
+            "has_bias": self.config.has_bias,
+            "activation_format": self.config.activation_format.value,
             "dtype": str(self.config.dtype).removeprefix("torch."),
             "candidates": [
                 {
                     "backend": c.backend,
-                    "experts": f"{c.experts.__module__}:{c.experts.__qualname__}",
+                    "experts": c.path,
                     "fits": c.fits,
                     "reasons": list(c.reasons),
                     "verified_on": list(c.verified_on),
+                    "claims_notes": c.notes,
                 }
                 for c in self.candidates
             ],

@@ -46,6 +46,24 @@ def test_where_it_was_tested(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tested on cpu, NVIDIA H200 (sm90); not on sm80" in moe("explain", *SHAPE, "--device", "sm80").out
 
 
+def test_what_the_claims_say_in_words(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuToyExperts, "claims", replace(GpuToyExperts.claims, notes="products in bfloat16"))
+    for more in ((), ("-v",)):
+        assert "  note         products in bfloat16" in lines(moe("explain", *SHAPE, "--device", "sm90", *more).out)
+    assert "products in bfloat16" not in moe("explain", *SHAPE, "--device", "cpu").out
+    data = moe("explain", *SHAPE, "--device", "sm90", "--json").data
+    (chosen,) = (c for c in data["candidates"] if c["experts"] == data["experts"])
+    assert (chosen["fits"], chosen["backend"], chosen["claims_notes"]) == (True, "gpu", "products in bfloat16")
+
+
+def test_json_has_what_the_text_says_of_the_layer(moe: Any) -> None:
+    shape = ("--scheme", "plain", "--shape", "8,2,64,32", "--device", "cpu", "--bias", "--activation-format", "batched")
+    data = moe("explain", *shape, "--json").data
+    assert (data["num_experts"], data["local_experts"], data["has_bias"]) == (8, 8, True)
+    assert data["activation_format"] == "batched"
+    assert data["experts"].endswith(":BatchedToyExperts")
+
+
 def test_what_was_passed_over(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = (Requirement("nothing_here", "nothing"),)
     monkeypatch.setattr(GpuToyExperts, "claims", replace(GpuToyExperts.claims, requires=needs))

@@ -176,6 +176,12 @@ def test_unknown_family_runs_with_a_note(moe: Any, tmp_path: Path, given: str) -
     note = moe("explain", folder, "--device", "cpu", "--assume").out
     assert "note: " in note
     assert "model_type 'new' is not known" in note
+    (stated,) = moe("explain", folder, "--device", "cpu", "--assume", "--json").data["notes"]
+    assert "routing is assumed to be softmax" in stated
+    every = moe("explain", folder, "--device", "cpu", "--assume", "--all-layers")
+    assert every.out.count("note: ") == every.out.count("model_type 'new' is not known") == 1
+    data = moe("explain", folder, "--device", "cpu", "--assume", "--all-layers", "--json").data
+    assert data["layers"][0]["notes"] == [stated]
 
 
 def test_warns_of_what_is_not_finite(moe: Any, folder: Path, tmp_path: Path) -> None:
@@ -283,7 +289,7 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
         ),
         (("--backend", "nonsense"), ("no backend 'nonsense'", "auto, gpu, plain")),
         (("--layer", "0"), ("layer 0 has no MoE; layers that have: 1-2",)),
-        (("--device", "sm90"), ("--device sm90: expected a device of this machine",)),
+        (("--device", "sm90"), ("--device sm90: expected a device of this machine", "moe explain takes others")),
         (("--device", "cuda:63"), ("--device cuda:63: torch",)),
         (("--device", "meta"), ("--device meta: expected cpu, cuda or xpu",)),
         (("--tokens", "-1"), ("--tokens -1: expected 0 or more",)),

@@ -61,7 +61,7 @@ def test_every_reason_is_given() -> None:
             "needs sm90 or newer, device is cpu",
             "needs no-such-module, which is not installed",
             "does not work with the same tokens on all ranks (dp_size 1)",
-            "does not take hidden states of torch.bfloat16",
+            "does not take hidden states in bfloat16, takes float16",
             "does not work with tensor parallelism (tp_size 2)",
             "is not batch invariant: ranks are added up in an order that other tokens may change",
             "needs the config's max_num_tokens",

@@ -23,7 +23,7 @@ def test_what_it_claims() -> None:
     assert reasons(device="a100") == ["needs sm90 to sm109, device is a100 (sm80)"]
     assert reasons(environment=Environment())[0].startswith("needs deep_ep, which is not installed")
     assert reasons(environment=Environment({"deep_ep": "1.2.1"}))[0].startswith("needs deep_ep >= 2.0, found 1.2.1")
-    assert reasons(replace(CONFIG, dtype=torch.float16)) == ["does not take hidden states of torch.float16"]
+    assert reasons(replace(CONFIG, dtype=torch.float16)) == ["does not take hidden states in float16, takes bfloat16"]
     assert reasons(replace(CONFIG, max_num_tokens=None)) == [
         "needs the config's max_num_tokens, the most tokens that a rank brings"
     ]

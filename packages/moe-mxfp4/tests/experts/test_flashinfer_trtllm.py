@@ -290,7 +290,7 @@ def test_only_what_the_kernel_reads_is_taken():
     assert "needs sm100 to sm109" in reasons(device=DeviceInfo.parse("sm120"))
     assert "multiple of 32, got 80" in reasons(replace(LAYER, intermediate_size=80))
     assert "does not compute the activation relu2_no_mul" in reasons(replace(LAYER, activation="relu2_no_mul"))
-    assert "hidden states of torch.float16" in reasons(replace(LAYER, dtype=torch.float16))
+    assert "hidden states in float16, takes bfloat16" in reasons(replace(LAYER, dtype=torch.float16))
     assert "routes by itself, and the config names no routing" in reasons(replace(LAYER, routing=None))
     assert reasons(replace(OAI, routing=None), experts=TrtLlmMxfp4ExpertsModular) == ""
     unknown = replace(LAYER, routing=RoutingConfig.from_method(RoutingMethodType.Default))

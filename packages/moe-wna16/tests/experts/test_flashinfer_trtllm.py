@@ -264,7 +264,7 @@ def test_only_what_the_kernel_reads_is_taken():
     assert "multiple of 32, got 80" in reasons(replace(LAYER, intermediate_size=80))
     assert "multiple of 256, got 384" in reasons(replace(LAYER, hidden_size=384))
     assert "does not add biases" in reasons(replace(LAYER, has_bias=True))
-    assert "hidden states of torch.float16" in reasons(replace(LAYER, dtype=torch.float16))
+    assert "hidden states in float16, takes bfloat16" in reasons(replace(LAYER, dtype=torch.float16))
     assert "routes by itself, and the config names no routing" in reasons(replace(LAYER, routing=None))
     assert "multiple of 4 experts, got 6" in reasons(replace(LAYER, num_experts=6, num_local_experts=6))
 

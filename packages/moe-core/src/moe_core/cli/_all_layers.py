@@ -30,6 +30,7 @@ class _Layer:
     report: SelectionReport | None = None
     memory: LayerMemory | None = None
     fault: str = ""
+    assumed: str | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -72,7 +73,8 @@ def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequen
         request = source.scheme, source.config, source.weight_key, source.activation_key
         if request not in known:
             known[request] = select(args, *request)
-        yield _Layer(index, source.format.name, *known[request])
+        report, memory = known[request]
+        yield _Layer(index, source.format.name, report, memory, assumed=source.assumed)
 
 
 def _totals(layers: list[_Layer]) -> dict[str, int]:
@@ -96,6 +98,7 @@ def _data(args: argparse.Namespace, layers: list[_Layer]) -> dict[str, Any]:
                 "selection": None if layer.report is None else layer.report.as_dict(),
                 "memory": None if layer.memory is None else vars(layer.memory),
                 "fault": layer.fault or None,
+                "notes": [] if layer.assumed is None else [layer.assumed],
             }
             for layer in layers
         ],
@@ -132,6 +135,7 @@ def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
             f"workspace {bytes_text(total['workspace'])} for {args.tokens} tokens if the layers share it"
         ),
     ]
+    lines += [f"note: {note}" for note in dict.fromkeys(layer.assumed for layer in layers) if note is not None]
     return "\n".join(lines)
 
 
@@ -147,6 +151,7 @@ def _about(group: list[_Layer], verbose: bool) -> list[str]:
     if first.report is None:
         return [f"{head}: {first.fault}"]
     if verbose:
-        return [f"{head}, {first.format}", str(first.report)]
+        return [f"{head}, {first.format}", str(first.report), *_report.note(first.report)]
     report = first.report
-    return [f"{head}, {first.format}: {_report.verdict(report)}", *_report.layer(report), *_report.reasons(report)]
+    about = [*_report.layer(report), *_report.reasons(report), *_report.note(report)]
+    return [f"{head}, {first.format}: {_report.verdict(report)}", *about]

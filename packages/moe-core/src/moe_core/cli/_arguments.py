@@ -144,7 +144,9 @@ def device_of(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"--device {name}: expected a device of this machine (cpu, cuda, cuda:1 …)") from None
+        raise ConfigError(
+            f"--device {name}: expected a device of this machine (cpu, cuda, cuda:1 …); moe explain takes others"
+        ) from None
     if device.type not in ("cpu", "cuda", "xpu"):
         raise ConfigError(f"--device {name}: expected cpu, cuda or xpu")
     if device.type == "cuda":

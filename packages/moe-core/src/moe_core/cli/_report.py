@@ -38,6 +38,12 @@ def reasons(report: SelectionReport) -> list[str]:
     return lines
 
 
+def note(report: SelectionReport) -> list[str]:
+    """What the kernel's claims say in words, if anything: how it rounds, what it does not use."""
+    chosen = report.chosen
+    return labelled("note", [chosen.notes] if chosen is not None and chosen.is_kernel and chosen.notes else [])
+
+
 def layer(report: SelectionReport) -> list[str]:
     """Lines that say what was asked for."""
     config = report.config

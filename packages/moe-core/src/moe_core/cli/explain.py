@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         report, memory = _chosen(over_ranks)
     told = None if memory is None else vars(memory)
     data = {**found, **report.as_dict(), "memory": told}
+    data["notes"] = [*found.get("notes", ()), *report.notes]
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
     emit(args.json, data, _text(found, report, memory, args.verbose, over_ranks))
@@ -102,6 +103,7 @@ def _text(
         lines.append(str(report))
     else:
         lines += [_report.verdict(report), *_report.layer(report), *_report.reasons(report)]
+    lines += _report.note(report)
     if memory is not None:
         lines.append(_report.memory(report, memory))
     if "columns" in found and len(found["columns"]["ranges"]) > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_core.claims import dtype_reason
 from moe_core.config import FusedMoEConfig, TokenSharing
 from moe_core.device import DeviceInfo, DeviceRange
 from moe_core.environment import Environment, Requirement
@@ -74,7 +75,7 @@ class PrepareFinalizeClaims:
             if sharing not in self.sharing:
                 reasons.append(f"does not work {_SHARING[sharing]}")
         if config.dtype not in self.dtypes:
-            reasons.append(f"does not take hidden states of {config.dtype}")
+            reasons.append(dtype_reason(config.dtype, self.dtypes))
         if parallel.tp_size > 1 and not self.tensor_parallel:
             reasons.append(f"does not work with tensor parallelism (tp_size {parallel.tp_size})")
         if config.batch_invariant and not self.batch_invariant:

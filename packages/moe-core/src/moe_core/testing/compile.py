@@ -354,7 +354,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     found = Counter(task.target.device.arch for task in tasks)
     problems += [
-        f"no specimens for {target.device.arch} in {', '.join(packages)}"
+        f"nothing to compile for {target.device.arch} in {', '.join(packages)}: no backend of these claims it "
+        "with kernels, and none of their modules defines specimens(target)"
         for target in targets
         if not found[target.device.arch]
     ]
@@ -374,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     for arch, count in found.items():
         chosen = f" (--cover {options.cover})" if options.cover else ""
         print(f"{arch}: {kernels[arch]} kernels of {compiled[arch]} specimens out of {count}{chosen}")
-    print(f"{len(problems)} problems, {time.perf_counter() - start:.0f} s")
+    print(f"{len(problems)} problem{'s' * (len(problems) != 1)}, {time.perf_counter() - start:.0f} s")
     return 1 if problems else 0
 
 

@@ -114,7 +114,8 @@ class Expected:
         at = (row, column)
         raise AssertionError(
             f"{what}: the error's norm is {norm:.4g} ({norm / scale if scale else math.inf:.3g} of the reference's), "
-            f"allowed {self.limit:.4g} ({FACTOR} x the yardstick's {self.yardstick:.4g}, floor {self.floor:.4g}); "
+            f"allowed {self.limit:.4g} ({FACTOR} x that of torch in this precision, {self.yardstick:.4g}; "
+            f"floor {self.floor:.4g}); "
             f"{int(outside.sum())} of {actual.numel()} elements in {int(outside.any(dim=1).sum())} of "
             f"{actual.shape[0]} rows are outside their bounds, the worst at {list(at)}: "
             f"{float(actual[at]):.6g}, expected {float(self.exact[at]):.6g} ± {float(self.bound[at]):.3g}"
