@@ -150,6 +150,13 @@ LINES: list[tuple[str, int, str]] = [
     (f"explain {SHAPE} --device sm90 --activation-format batched", 0, "batched"),
     (f"explain {SHAPE} --dtype bfloat16 --activation swiglu --bias --device cpu", 0, "biases"),
     (f"explain {SHAPE} --device rtx4090", 0, "sm89"),
+    (f"explain {SHAPE} --device a100,h100,cpu", 0, "MarlinFp8QdqExperts            no"),
+    ("explain fp8 --device sm75,h100", 0, "sm75: no GPU kernel fits; torch is a loop"),
+    ("explain fp8 --device a100,h100 --json", 0, '"devices"'),
+    (f"explain {SHAPE} --device a100,h100 --backend marlin", 2, "moe explain: nothing fits on a100, h100"),
+    (f"explain {SHAPE} --device a100,", 2, "has an empty name"),
+    (f"explain {SHAPE} --device a100,a100", 2, "has a100 twice"),
+    ("explain fp8 --all-layers --device a100,h100", 2, "--all-layers is of one device"),
     ("explain --scheme wna16 --shape 8,2,256,256 --weight-key 'kInt4Static[1x64,float16,permuted]'", 0, "permuted"),
     (
         "explain --scheme wna16 --shape 8,2,256,256 --weight-key 'kInt8StaticAsym[pre_scaled]' --device sm90",

@@ -58,8 +58,12 @@ class Candidate:
         """ "tested on cpu, NVIDIA H200 (sm90); not on sm100"."""
         if not self.verified_on:
             return "not tested on hardware"
-        here = any(name == device.arch or name.endswith(f"({device.arch})") for name in self.verified_on)
-        return f"tested on {', '.join(self.verified_on)}{'' if here else f'; not on {device.arch}'}"
+        here = "" if self.is_tested_on(device) else f"; not on {device.arch}"
+        return f"tested on {', '.join(self.verified_on)}{here}"
+
+    def is_tested_on(self, device: DeviceInfo) -> bool:
+        """Whether the conformance kit passed on a device of this architecture."""
+        return any(name == device.arch or name.endswith(f"({device.arch})") for name in self.verified_on)
 
     @property
     def is_kernel(self) -> bool:

@@ -175,7 +175,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     _of_checkpoint(parser)
     parser.add_argument("--all-layers", action="store_true", help="every MoE layer of the checkpoint, and the total")
     add_tokens(parser, 4096, "of one call, for its workspace (default: 4096)")
-    add_device(parser, "sm90, sm100, gfx950, cpu, h200 … (default: this machine's)")
+    add_device(parser, "sm90, sm100, gfx950, cpu, h200 …, or several: a100,h100 (default: this machine's)")
     add_backend(parser)
     add_dtype(parser)
     _shape(parser)

@@ -24,15 +24,15 @@ def verdict(report: SelectionReport) -> str:
 def reasons(report: SelectionReport) -> list[str]:
     """Lines below the verdict: what was chosen, what stood before it, and what would help."""
     if report.chosen is None:
-        lines = labelled("closest", [_line(candidate) for candidate in report.closest[:MOST_SHOWN]])
+        lines = labelled("closest", [line(candidate) for candidate in report.closest[:MOST_SHOWN]])
     else:
         chosen = report.chosen
         lines = [f"  chosen       {chosen.experts.__name__}: {chosen.tested_on(report.device)}"]
-        lines += labelled("passed over", [_line(candidate) for candidate in _preferred(report)])
+        lines += labelled("passed over", [line(candidate) for candidate in _preferred(report)])
     if report.fallback is not None:
         slow = f"no GPU kernel fits; {report.chosen.backend} is a loop driven by the host" if report.chosen else ""
         lines += labelled("warning", [slow])
-    lines += labelled("what helps", [_help(alternative) for alternative in report.alternatives])
+    lines += labelled("what helps", [helps(alternative) for alternative in report.alternatives])
     lines += labelled("left out", [str(fault) for fault in report.left_out])
     lines += labelled("tuning", [] if report.tuning is None else [str(report.tuning)])
     return lines
@@ -94,10 +94,12 @@ def _preferred(report: SelectionReport) -> list[Candidate]:
     return one_of_each(made)[:MOST_SHOWN]
 
 
-def _help(alternative: Alternative) -> str:
+def helps(alternative: Alternative) -> str:
+    """One thing that could be changed, how, and what would fit then."""
     how = alternative.command or alternative.argument
     return f"{alternative.change}{f' ({how})' if how else ''}: {alternative.backend} fits"
 
 
-def _line(candidate: Candidate) -> str:
+def line(candidate: Candidate) -> str:
+    """A backend, and every reason against it."""
     return f"{candidate.backend}: {'; '.join(candidate.reasons)}"

@@ -10,6 +10,7 @@ from moe_core_cli.terminal.console import complain
 
 from moe_core.cli import _arguments, _prepare_finalize, _report
 from moe_core.cli._all_layers import explain_all
+from moe_core.cli._devices import Explained, compare, names_of
 from moe_core.cli._output import emit
 from moe_core.cli._select import select, select_over_ranks
 from moe_core.errors import ConfigError
@@ -27,8 +28,24 @@ def run(args: argparse.Namespace) -> int:
     parallel = _arguments.parallel_of(args)
     if parallel is None and (args.all2all is not None or args.machine is not None):
         raise ConfigError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
+    names = names_of(args.device)
     if args.all_layers:
+        if len(names) > 1:
+            raise ConfigError(f"--all-layers is of one device, got --device {args.device!r}")
         return explain_all(args)
+    if len(names) > 1:
+        return compare(args, names, _explain)
+    one = _explain(args)
+    emit(args.json, one.data, one.text)
+    if not one.fits:
+        what = "backend" if parallel is None else "prepare/finalize"
+        complain(f"moe explain: no {what} fits; the report says why")
+    return 0 if one.fits else 2
+
+
+def _explain(args: argparse.Namespace) -> Explained:
+    """What is said of one device."""
+    parallel = _arguments.parallel_of(args)
     found: dict[str, Any] = {}
     cuts: Sequence[ColumnCut] = ()
     over_ranks: PrepareFinalizeSelection | None = None
@@ -68,11 +85,8 @@ def run(args: argparse.Namespace) -> int:
     data["notes"] = [*found.get("notes", ()), *report.notes]
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
-    emit(args.json, data, _text(found, report, memory, args.verbose, over_ranks))
     fits = report.chosen is not None and (over_ranks is None or over_ranks.chosen is not None)
-    if not fits:
-        complain(f"moe explain: no {'backend' if over_ranks is None else 'prepare/finalize'} fits; the report says why")
-    return 0 if fits else 2
+    return Explained(data, _text(found, report, memory, args.verbose, over_ranks), report, memory, fits)
 
 
 def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:

@@ -1,0 +1,87 @@
+"""moe explain --device A,B: what would run a layer on each of several devices, a line each."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moe_core_cli.terminal.console import complain
+
+from moe_core.cli import _report
+from moe_core.cli._output import bytes_text, emit, table
+from moe_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_core.memory import LayerMemory
+    from moe_core.selection import SelectionReport
+
+_HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace")
+
+
+class Explained(NamedTuple):
+    """What is said of one device: as JSON, as text, and what a line of several is made of."""
+
+    data: dict[str, Any]
+    text: str
+    report: SelectionReport
+    memory: LayerMemory | None
+    fits: bool
+
+
+def names_of(device: str | None) -> list[str]:
+    """The devices of ``--device``; [] for this machine's.  Raises ConfigError for one that is empty or twice there."""
+    if device is None:
+        return []
+    names = [name.strip() for name in device.split(",")]
+    for place, name in enumerate(names):
+        if not name and len(names) > 1:
+            raise ConfigError(
+                f"--device {device!r} has an empty name, expected names with commas between, e.g. a100,h100"
+            )
+        if name in names[:place]:
+            raise ConfigError(f"--device {device!r} has {name} twice, expected each device once")
+    return names
+
+
+def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argparse.Namespace], Explained]) -> int:
+    """Print a line for each of ``names``; returns the exit code, 2 where nothing fits on one of them."""
+    found = []
+    for name in names:
+        of_one = copy.copy(args)
+        of_one.device = name
+        found.append(explain(of_one))
+    rows = [_row(name, one) for name, one in zip(names, found, strict=True)]
+    lines = [*_report.layer(found[0].report), table(_HEADER, rows)]
+    lines += [f"{name}: {text}" for name, one in zip(names, found, strict=True) for text in _said(one)]
+    lines.append("--device with one of them: every reason")
+    emit(args.json, {"devices": [one.data for one in found]}, "\n".join(lines))
+    without = [name for name, one in zip(names, found, strict=True) if not one.fits]
+    if without:
+        complain(f"moe explain: nothing fits on {', '.join(without)}")
+    return 2 if without else 0
+
+
+def _said(one: Explained) -> list[str]:
+    """What a line of the table has no room for."""
+    report, chosen = one.report, one.report.chosen
+    helps = [f"what helps: {_report.helps(alternative)}" for alternative in report.alternatives[:1]]
+    if chosen is None:
+        return [*map(_report.line, report.closest[:1]), *helps]
+    if report.fallback is not None:
+        return [f"no GPU kernel fits; {chosen.backend} is a loop driven by the host", *helps]
+    return [chosen.notes] if chosen.is_kernel and chosen.notes else []
+
+
+def _row(name: str, one: Explained) -> tuple[str, ...]:
+    chosen, memory, arch = one.report.chosen, one.memory, str(one.report.device)
+    device = name if name == arch else f"{name} ({arch.partition('(')[2].rstrip(')') or arch})"
+    if chosen is None:
+        return device, "-", "-", "-", "-", "-"
+    weights, workspace = "-", "-"
+    if memory is not None:
+        weights = bytes_text(memory.weights)
+        workspace = "-" if memory.workspace is None else bytes_text(memory.workspace)
+    tested = "yes" if chosen.is_tested_on(one.report.device) else "no"
+    return device, chosen.backend, chosen.experts.__name__, tested, weights, workspace
