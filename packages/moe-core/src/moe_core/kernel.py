@@ -478,7 +478,8 @@ def _kernel(handle: int) -> FusedMoEKernel:
 
 def _refuse_export() -> None:
     """ConfigError under ``torch.export``: in another process the number may be that of any layer."""
-    if torch.compiler.is_exporting():
+    # what `is_exporting` returns: in torch 2.11 torch.compile takes a call of that for True
+    if getattr(torch.compiler, "_is_exporting_flag", False):
         raise ConfigError(
             "torch.export can't hold the experts: the graph names their kernel by a number of this process, and they "
             "are no parameters; use torch.compile"
