@@ -83,8 +83,10 @@ def test_memory_of_another_stream_is_kept_until_the_calls_on_this_one_end(monkey
 def test_it_grows_on_another_stream_than_it_was_made_on() -> None:
     workspace = Workspace("cuda")
     old = workspace.hold(1 << 20).data_ptr()
-    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
+        # memory to grow into: asking the driver for more would wait for all that is under way
+        torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
         torch.cuda._sleep(1 << 28)
         buffer = workspace.hold(1 << 20)
         buffer.fill_(1)
