@@ -84,8 +84,8 @@ def test_it_grows_on_another_stream_than_it_was_made_on() -> None:
     workspace = Workspace("cuda")
     old = workspace.hold(1 << 20).data_ptr()
     with torch.cuda.stream(torch.cuda.Stream()):
-        # memory to grow into: asking the driver for more would wait for all that is under way
-        torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
+        # memory to grow into, and the kernel that fills: getting either from the driver waits for all that is under way
+        torch.empty(1 << 24, dtype=torch.uint8, device="cuda").fill_(1)
         torch.cuda.synchronize()
         torch.cuda._sleep(1 << 28)
         buffer = workspace.hold(1 << 20)

@@ -99,6 +99,8 @@ class Claims:
     - ``all2all``: names of the all-to-all backends that it works behind; None for all
     - ``rounds_products``: products are rounded to the dtype before their biases are added, so that more than a rounding
       of the sum is lost where the two cancel
+    - ``rounds_scales``: scales of groups of columns that have more bits than the dtype are rounded to it before they
+      multiply
     - ``keeps_nan``: a token of which a value is NaN has a result of NaN, and no other token has; so too an infinity,
       where the scales of activations are found at run time (a static scale saturates it)
     - ``allocates``: a library inside takes memory from torch's allocator on every call
@@ -130,6 +132,7 @@ class Claims:
     reduces: bool = True
     all2all: frozenset[str] | None = None
     rounds_products: bool = False
+    rounds_scales: bool = False
     keeps_nan: bool = True
     allocates: bool = False
     requires: tuple[Requirement, ...] = ()

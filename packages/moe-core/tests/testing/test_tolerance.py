@@ -17,6 +17,7 @@ from moe_core import (
     kFp8Static128BlockSym,
     kFp8StaticTensorSym,
     kInt8DynamicTokenSym,
+    kInt8Static,
     kInt8StaticChannelSym,
     kMxfp4Static,
     kMxfp8Dynamic,
@@ -175,6 +176,32 @@ def test_products_rounded_before_their_bias_need_a_claim() -> None:
     early = (product.bfloat16().double() + bias.double()).bfloat16()[None]
     expected_output(inputs.x, weights, config, rounds_products=True, **arguments).compare(early, "result")
     with pytest.raises(AssertionError, match="outside their bounds"):
+        expected_output(inputs.x, weights, config, **arguments).compare(early, "result")
+
+
+def test_scales_rounded_before_they_multiply_need_a_claim() -> None:
+    """Where all terms of a group have one sign, they lose together what their scale loses."""
+    config = FusedMoEConfig(
+        num_experts=2,
+        top_k=1,
+        hidden_size=256,
+        intermediate_size=256,
+        has_bias=True,
+        activation=MoEActivation.SWIGLUSTEP,
+        activation_params=ActivationParams(limit=0.75),
+    )
+    key = replace(kInt8Static, scale=replace(kInt8Static.scale, dtype=torch.float32))
+    weights = make_weights(config, key, None, seed=0)
+    # every activated value is at the limits, 0.75 * 0.75, and every code beyond the middle
+    weights = replace(weights, w13_bias=torch.full((2, 512), 16.0), w2=weights.w2 | 128)
+    assert weights.w2_scale is not None
+    weights = replace(weights, w2_scale=torch.full_like(weights.w2_scale, 1.25 + 0.9 * 2.0**-8))
+    inputs = make_inputs(config, 2, seed=1)
+    arguments = {"topk_weights": torch.ones(2, 1), "topk_ids": torch.zeros(2, 1, dtype=torch.int64)}
+    scales = {name: getattr(weights, name).bfloat16().float() for name in ("w13_scale", "w2_scale")}
+    early = fused_moe_reference(inputs.x, replace(weights, **scales), config, compute_dtype=torch.bfloat16, **arguments)
+    expected_output(inputs.x, weights, config, rounds_scales=True, **arguments).compare(early, "result")
+    with pytest.raises(AssertionError, match="the error's norm"):
         expected_output(inputs.x, weights, config, **arguments).compare(early, "result")
 
 

@@ -77,6 +77,7 @@ def check_output(
                 expert_map=expert_map,
                 compute_dtype=yardstick_dtype(dtype, device, layer.selection.activation_key),
                 rounds_products=experts.claims.rounds_products,
+                rounds_scales=experts.claims.rounds_scales,
             )
         )
     expected = Expected.sum_of(found, dtype)

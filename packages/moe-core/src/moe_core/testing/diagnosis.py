@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from moe_core.claims import Claims
 from moe_core.errors import MoEError
 from moe_core.experts import FusedMoEExperts
 from moe_core.reference import fused_moe_reference
@@ -42,7 +43,7 @@ def compare(
     ``elements`` as for :meth:`Expected.compare`.
     """
     computed = computed_with(experts, problem, place)
-    expected = computed.expected(place, rounds_products=experts.claims.rounds_products)
+    expected = computed.expected(place, experts.claims)
     try:
         expected.compare(result, "result", elements=elements)
     except AssertionError as error:
@@ -61,16 +62,15 @@ def _causes(
     experts: type[FusedMoEExperts], problem: Problem, result: Tensor, place: Place, *, elements: bool
 ) -> list[str]:
     """:func:`explanations` of a wrong result, which infinity and NaN would hide."""
-    rounds_products = experts.claims.rounds_products
     milder = not bool(result.isfinite().all()) and has_extreme_scales(problem.weights)
     if milder:
         problem = replace(problem, weights=without_extreme_scales(problem.weights))
         result = call(make_kernel(experts, problem, place), problem)
     computed = computed_with(experts, problem, place)
-    expected = computed.expected(place, rounds_products=rounds_products)
+    expected = computed.expected(place, experts.claims)
     if milder and _within(expected, result, elements=elements):
         return ["the e8m0 scales 2**-127 or 2**127 of groups of zeros are misread"]
-    return explanations(computed, result, expected, place, rounds_products=rounds_products, elements=elements)
+    return explanations(computed, result, expected, place, experts.claims, elements=elements)
 
 
 def _within(expected: Expected, result: Tensor, *, elements: bool) -> bool:
@@ -87,13 +87,13 @@ def explanations(
     result: Tensor,
     expected: Expected,
     place: Place,
+    claims: Claims | None = None,
     *,
-    rounds_products: bool = False,
     elements: bool = True,
 ) -> list[str]:
     """Texts of the mistakes that give ``result`` [M, K], as many as give the same; empty where none does.
 
-    ``expected``: what a right backend gives, which ``result`` is not.
+    ``expected``: what a right backend with these ``claims`` gives, which ``result`` is not.
     """
     if result.shape != expected.exact.shape or not result.numel():
         return []
@@ -114,7 +114,7 @@ def explanations(
     fitting: list[tuple[float, int]] = []
     for _, number, changed in sorted(near, key=lambda each: each[:2])[:_COMPARED]:
         try:
-            other = changed.expected(place, rounds_products=rounds_products)
+            other = changed.expected(place, claims)
         except MoEError:
             continue
         distance = float((result.double() - other.exact).norm())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_core.claims import Claims
 from moe_core.config import FusedMoEActivationFormat
 from moe_core.device import DeviceInfo
 from moe_core.experts import FusedMoEExperts
@@ -72,11 +73,8 @@ class Problem:
     correction_bias: Tensor | None = None
     lora: LoRAWeights | None = None
 
-    def expected(self, place: Place, *, rounds_products: bool = False) -> Expected:
-        """The reference.
-
-        ``rounds_products``: see the claims.
-        """
+    def expected(self, place: Place, claims: Claims | None = None) -> Expected:
+        """The reference, for a backend with these ``claims``, or one that rounds no more than it must."""
         inputs, config = self.inputs, self.case.config
         with one_thread():
             return expected_output(
@@ -87,7 +85,8 @@ class Problem:
                 topk_ids=inputs.topk_ids,
                 expert_map=inputs.expert_map,
                 compute_dtype=yardstick_dtype(config.dtype, place.device, self.case.activation_key),
-                rounds_products=rounds_products,
+                rounds_products=claims is not None and claims.rounds_products,
+                rounds_scales=claims is not None and claims.rounds_scales,
                 lora=self.applied,
             )
 

@@ -9,7 +9,8 @@ and activations in the 16-bit dtype of the config, float32 sums; see :mod:`moe_c
 Both the floor and the bounds follow from one model of what a sound implementation rounds, ``u`` the unit roundoff
 of the dtype:
 
-- weights and quantised activations: what the yardstick's rounding of them is;
+- weights and quantised activations: what the yardstick's rounding of them is, and for backends that say so, what
+  rounding their scales first adds;
 - the first product, the activated values, each expert's result, the output: an error uniform within half a unit in the
   last place (a whole one where conversions truncate);
 - float32 sums of n terms, one after another: an error of up to 2^-24 of each partial sum.  Terms of one sign add up
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -176,14 +177,17 @@ def expected_output(
     compute_dtype: torch.dtype | None = None,
     truncates: bool = False,
     rounds_products: bool = False,
+    rounds_scales: bool = False,
     lora: LoRA | None = None,
 ) -> Expected:
     """The reference with the allowed deviations; arguments as for :func:`moe_core.reference.fused_moe_reference`.
 
     ``compute_dtype``: of the yardstick and the model, default the config's; ``truncates``: conversions to it truncate;
-    ``rounds_products``: products are rounded before their biases are added, too (:class:`moe_core.claims.Claims`).
+    ``rounds_products``: products are rounded before their biases are added, too, and with ``rounds_scales`` the scales
+    of weights before they multiply (:class:`moe_core.claims.Claims`).
     """
     compute_dtype = compute_dtype or config.dtype
+    of_weights = _WeightErrors(weights, config, compute_dtype if rounds_scales else None)
     yardstick = fused_moe_reference(
         x,
         weights,
@@ -229,6 +233,7 @@ def expected_output(
         w = steps.weight("w13", expert)
         bias = _bias(weights, "w13", expert)
         z, z_variance = _product(value, variance, w, bias, rounding)
+        z_variance += of_weights.square("w13", expert, w, value)
         z_variance += _before_bias(z, bias, rounding) * rounds_products
         added, added_variance = _addition(lora, "w13", expert, weighted[token], token, rounding)
         z, z_variance = z + added, z_variance + added_variance
@@ -252,14 +257,16 @@ def expected_output(
         bias = _bias(weights, "w2", expert)
         y, y_variance = _product(part.value, part.element, w, bias, rounding)
         early = _before_bias(y, bias, rounding) * rounds_products
-        y_variance += early
+        scaled = of_weights.square("w2", expert, w, part.value)
+        y_variance += early + scaled
         added, added_variance = _addition(lora, "w2", expert, hidden[pairs], token, rounding, hidden_variance[pairs])
         result[pairs], variance[pairs] = y + added, y_variance + added_variance
         flushed[pairs] = _SMALLEST_NORMAL * (1 + w.abs().sum(dim=1))
         # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
         weight = 1.0 if on_input else router[pairs].square()
         gain = w.square().sum(dim=0) * weight
-        rounded = _operands(part.value, w, y if bias is None else y - bias.double(), rounding) + added_variance + early
+        rounded = _operands(part.value, w, y if bias is None else y - bias.double(), rounding)
+        rounded += added_variance + early + scaled
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
         # 2: a sum of many rounding errors is normal, its square has twice its variance squared
         square += float((part.mean * part.peak * gain.square()).sum() + 2 * (rounded * weight).square().sum())
@@ -287,6 +294,31 @@ def expected_output(
     # a single rare event, such as a scale that doubles, may be all that happens
     floor = math.sqrt(mean + NORM_SIGMAS * math.sqrt(square) + largest)
     return Expected(exact, bound, float((yardstick - exact).norm()), math.sqrt(mean), floor)
+
+
+class _WeightErrors:
+    """What scales of groups of columns lose where they are rounded to ``dtype`` first; None: nothing.
+
+    All columns of a group are off by the same factor, so that the error is known and not drawn anew for each.
+    """
+
+    def __init__(self, weights: MoEWeights, config: FusedMoEConfig, dtype: torch.dtype | None) -> None:
+        self.steps: Steps | None = None
+        scales = {name: getattr(weights, name) for name in ("w13_scale", "w2_scale")}
+        if dtype is None or any(
+            scale is None or scale.dim() < 3 or scale.shape[2] == 1 or not scale.is_floating_point()
+            for scale in scales.values()
+        ):
+            return
+        rounded = {name: scale.to(dtype).to(scale.dtype) for name, scale in scales.items()}
+        if any(not torch.equal(rounded[name], scale) for name, scale in scales.items()):
+            self.steps = Steps(replace(weights, **rounded), config, torch.float64, None, weights.activation_key)
+
+    def square(self, name: str, expert: int, w: Tensor, x: Tensor) -> Tensor:
+        """The squared error of x W^T; ``w``: W as it is."""
+        if self.steps is None:
+            return x.new_zeros(())
+        return (x @ (self.steps.weight(name, expert) - w).T).square()
 
 
 def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:

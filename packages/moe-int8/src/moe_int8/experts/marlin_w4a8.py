@@ -44,8 +44,10 @@ class MarlinW4A8Int8Experts(MarlinIntegerExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         batch_invariant=True,
+        rounds_scales=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H100 (sm90)",),
         notes="products in bfloat16, to which a code times its scale is rounded",
     )
 

@@ -106,5 +106,6 @@ class MarlinMxfp4QdqExperts(_MarlinMxfp4Experts):
         batch_invariant=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H100 (sm90)",),
         notes="products in bfloat16: MXFP8 and MXFP4 values exactly, e4m3 codes times other scales rounded",
     )

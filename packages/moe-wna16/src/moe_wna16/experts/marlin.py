@@ -39,6 +39,7 @@ class MarlinWNA16Experts(MarlinIntegerExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         batch_invariant=True,
+        rounds_scales=True,
         requires=(TRITON,),
         verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
     )
@@ -54,6 +55,7 @@ class BatchedMarlinWNA16Experts(MarlinIntegerExperts):
         dtypes=_DTYPES,
         bias=True,
         batch_invariant=True,
+        rounds_scales=True,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
@@ -72,7 +74,9 @@ class MarlinW4AFp8Experts(MarlinIntegerExperts):
         expert_map=True,
         apply_router_weight_on_input=True,
         batch_invariant=True,
+        rounds_scales=True,
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
+        verified_on=("NVIDIA H100 (sm90)",),
         notes="products in bfloat16, to which a code times its scale is rounded",
     )
