@@ -10,6 +10,7 @@ a case of the check "claims" fails and says so.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -377,7 +378,8 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
 def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -> list[Case]:
     """Hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time.
 
-    ``sizes``: tokens, hidden and intermediate size, at least.  Activations are gated where one with the keys is.
+    ``sizes``: tokens, hidden and intermediate size, at least.  Activations are gated where one with the keys is.  For
+    the first pair and every second one after it, most ids select no expert, of twice as many tokens.
     """
     tokens, hidden, size = sizes
     found: dict[KeyPair, Case] = {}
@@ -386,7 +388,7 @@ def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -
             found.setdefault((case.weight_key, case.activation_key), case)
     h, n = claims.hidden_multiple, claims.intermediate_multiple
 
-    def enlarged(case: Case) -> Case:
+    def enlarged(case: Case, routing: str) -> Case:
         config = replace(
             case.config,
             num_experts=2,
@@ -395,10 +397,11 @@ def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -
             hidden_size=-(-hidden // h) * h,
             intermediate_size=-(-size // n) * n,
         )
-        larger = replace(case, check="many_rows", config=config, tokens=tokens, routing="uniform", strided=False)
+        count = tokens if routing == "uniform" else 2 * tokens
+        larger = replace(case, check="many_rows", config=config, tokens=count, routing=routing, strided=False)
         return _with_room(larger)
 
-    return [enlarged(case) for case in found.values()]
+    return [enlarged(*each) for each in zip(found.values(), itertools.cycle(("invalid", "uniform")))]
 
 
 def _large_cases(
