@@ -49,8 +49,9 @@ def loading(
     else is on every rank, or shared as ``distributed_config=DistributedConfig(tp_size=…)`` says, with which the columns
     of experts are cut too where no groups are given.  All ranks make the same calls of the model.
 
-    ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and
-    ConfigError for arguments that don't go with it.  Peak memory is the model's and one layer more.
+    ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and where
+    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it.  Peak memory is
+    the model's and one layer more.
 
     It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
     transformers is as before when the last thread has left it, whatever was raised.  Raises RegistryError for an

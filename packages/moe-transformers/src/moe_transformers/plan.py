@@ -102,6 +102,7 @@ class Plan:
                 found._add(block)
             if not places:
                 found._refuse_without_blocks(model)
+            found._refuse_to_quantize_again()
             found.left_out.update(*found._experts_left_out())
         for layer in found.layers:
             _put(model, layer.block.name)
@@ -151,6 +152,15 @@ class Plan:
             for index, tensors in checkpoint.expert_tensors(stack).items():
                 if tensors.prefix in mine or unquantized_reason(find_layer(checkpoint, index, stack)) is None:
                     yield tensors
+
+    def _refuse_to_quantize_again(self) -> None:
+        """CheckpointError where experts are to be quantised and none is in 16 bits: what is asked for would not be."""
+        quantize = self.options.quantize
+        if quantize is not None and self.layers and not any(layer.quantize for layer in self.layers):
+            first = self.layers[0]
+            read_layer(
+                self.checkpoint, first.block.index, dtype=self.dtype, quantize=quantize, stack=first.stack, given=GIVEN
+            )
 
     def _refuse_without_blocks(self, model: nn.Module) -> None:
         """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""
