@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
@@ -61,9 +62,13 @@ def python_calls(run: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
+    collects = gc.isenabled()
+    gc.disable()  # what is collected meanwhile may call functions too
     sys.setprofile(called)
     try:
         run()
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     return count

@@ -108,7 +108,7 @@ SCHEME = SchemeSpec(
         Backend(
             Fp8MoeBackend.BATCHED_MARLIN.value,
             ("moe_fp8.experts.marlin:BatchedMarlinFp8Experts",),
-            aliases=(Fp8MoeBackend.TRITON.value,),
+            aliases=(Fp8MoeBackend.MARLIN.value, Fp8MoeBackend.TRITON.value),
         ),
         Backend(
             Fp8MoeBackend.TRITON.value,

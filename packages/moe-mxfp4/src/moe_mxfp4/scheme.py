@@ -83,6 +83,7 @@ SCHEME = SchemeSpec(
         Backend(
             Mxfp4MoeBackend.BATCHED_MARLIN.value,
             ("moe_mxfp4.experts.marlin:BatchedMarlinMxfp4Experts",),
+            aliases=(Mxfp4MoeBackend.MARLIN.value,),
         ),
         Backend(
             Mxfp4MoeBackend.FLASHINFER_CUTLASS.value,

@@ -82,6 +82,7 @@ SCHEME = SchemeSpec(
         Backend(
             WNA16MoEBackend.BATCHED_MARLIN.value,
             ("moe_wna16.experts.marlin:BatchedMarlinWNA16Experts",),
+            aliases=(WNA16MoEBackend.MARLIN.value,),
         ),
         Backend(WNA16MoEBackend.TRITON.value, ("moe_wna16.experts.triton:TritonWNA16Experts",)),
         Backend(WNA16MoEBackend.HUMMING.value, ("moe_wna16.experts.humming:HummingWNA16Experts",)),
