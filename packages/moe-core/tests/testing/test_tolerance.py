@@ -154,19 +154,24 @@ def test_rounding_errors_are_those_of_the_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(Rounding(dtype, truncates=True).largest(x[normal]), 2 * rounding.largest(x[normal]))
 
 
-def test_products_rounded_before_their_bias_need_a_claim() -> None:
-    """Where product and bias cancel, what is left is mostly the rounding error of the product."""
-    config = FusedMoEConfig(
+def _limited(size: int) -> FusedMoEConfig:
+    """A layer whose activated values are all at their limits, 0.75 * 0.75, where the bias of w13 is large."""
+    return FusedMoEConfig(
         num_experts=2,
         top_k=1,
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=size,
+        intermediate_size=size,
         has_bias=True,
         activation=MoEActivation.SWIGLUSTEP,
         activation_params=ActivationParams(limit=0.75),
     )
+
+
+def test_products_rounded_before_their_bias_need_a_claim() -> None:
+    """Where product and bias cancel, what is left is mostly the rounding error of the product."""
+    config = _limited(64)
     weights = make_weights(config, None, None, seed=0)
-    # every activated value is at the limits, 0.75 * 0.75, whatever was rounded before
+    # at the limits, whatever was rounded before
     weights = replace(weights, w13_bias=torch.full((2, 128), 8.0))
     inputs = make_inputs(config, 1, seed=1)
     arguments = {"topk_weights": torch.ones(1, 1), "topk_ids": torch.zeros(1, 1, dtype=torch.int64)}
@@ -181,18 +186,10 @@ def test_products_rounded_before_their_bias_need_a_claim() -> None:
 
 def test_scales_rounded_before_they_multiply_need_a_claim() -> None:
     """Where all terms of a group have one sign, they lose together what their scale loses."""
-    config = FusedMoEConfig(
-        num_experts=2,
-        top_k=1,
-        hidden_size=256,
-        intermediate_size=256,
-        has_bias=True,
-        activation=MoEActivation.SWIGLUSTEP,
-        activation_params=ActivationParams(limit=0.75),
-    )
+    config = _limited(256)
     key = replace(kInt8Static, scale=replace(kInt8Static.scale, dtype=torch.float32))
     weights = make_weights(config, key, None, seed=0)
-    # every activated value is at the limits, 0.75 * 0.75, and every code beyond the middle
+    # at the limits, and every code beyond the middle
     weights = replace(weights, w13_bias=torch.full((2, 512), 16.0), w2=weights.w2 | 128)
     assert weights.w2_scale is not None
     weights = replace(weights, w2_scale=torch.full_like(weights.w2_scale, 1.25 + 0.9 * 2.0**-8))
