@@ -66,7 +66,10 @@ def differs(found: Tensor, whole: Tensor, exact: Callable[[], Expected]) -> str 
     # two ranks' parts are rounded to bfloat16, and so is their sum: by half of 2^-8 each, of no more than the result
     if off <= reference.limit + 2.0**-7 * norm:
         return None
-    return f"differs by {float(error / size):g} of the norm, and is off by {off / norm:g} of it"
+    text = f"differs by {float(error / size):g} of the norm, and is off by {off / norm:g} of it"
+    lost = (~found.isfinite()).nonzero().tolist()
+    # rows and columns tell what was lost: a tile, a token, a part of a sum
+    return text if not lost else f"{text}; {len(lost)} elements are not finite, among them {lost[:8]} to {lost[-1]}"
 
 
 def exact_output(kind: Kind, config: FusedMoEConfig, x: Tensor, weights: Tensor, ids: Tensor) -> Expected:
