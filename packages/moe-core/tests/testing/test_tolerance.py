@@ -202,6 +202,22 @@ def test_scales_rounded_before_they_multiply_need_a_claim() -> None:
         expected_output(inputs.x, weights, config, **arguments).compare(early, "result")
 
 
+def test_scales_that_are_rounded_keep_their_size() -> None:
+    """In float16 scales of 2^-20 have four bits left, which kernels avoid: the bound is that of their own bits."""
+    config = replace(_limited(256), dtype=torch.float16)
+    key = replace(kInt8Static, scale=replace(kInt8Static.scale, dtype=torch.float32))
+    weights = make_weights(config, key, None, seed=0)
+    assert weights.w2_scale is not None
+    small = torch.full_like(weights.w2_scale, 1.3 * 2.0**-20)
+    weights = replace(weights, w2_scale=small, w2_bias=torch.zeros(2, 256))
+    inputs = make_inputs(config, 2, seed=1)
+    arguments = {"topk_weights": torch.ones(2, 1), "topk_ids": torch.zeros(2, 1, dtype=torch.int64)}
+    plain = expected_output(inputs.x, weights, config, **arguments)
+    with_claim = expected_output(inputs.x, weights, config, rounds_scales=True, **arguments)
+    # a second rounding of half a unit for each weight
+    assert plain.typical < with_claim.typical < 2 * plain.typical
+
+
 def _one_expert(w2: torch.Tensor, x: torch.Tensor, activation: MoEActivation) -> Expected:
     """A float32 layer of one expert without gate: the activated ``x``, times ``w2``."""
     config = FusedMoEConfig(

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -310,7 +311,11 @@ class _WeightErrors:
             for scale in scales.values()
         ):
             return
-        rounded = {name: scale.to(dtype).to(scale.dtype) for name, scale in scales.items()}
+        rounded: dict[str, Any] = {}
+        for name, scale in scales.items():
+            # of the bits alone: what the dtype's exponent can't hold kernels keep apart
+            mantissa, exponent = torch.frexp(scale)
+            rounded[name] = torch.ldexp(mantissa.to(dtype).to(scale.dtype), exponent)
         if any(not torch.equal(rounded[name], scale) for name, scale in scales.items()):
             self.steps = Steps(replace(weights, **rounded), config, torch.float64, None, weights.activation_key)
 
