@@ -313,7 +313,7 @@ class _WeightErrors:
             return
         rounded: dict[str, Any] = {}
         for name, scale in scales.items():
-            # of the bits alone: what the dtype's exponent can't hold kernels keep apart
+            # the mantissa alone: kernels hold separately what the dtype's exponent can't
             mantissa, exponent = torch.frexp(scale)
             rounded[name] = torch.ldexp(mantissa.to(dtype).to(scale.dtype), exponent)
         if any(not torch.equal(rounded[name], scale) for name, scale in scales.items()):
