@@ -63,7 +63,7 @@ def differs(found: Tensor, whole: Tensor, exact: Callable[[], Expected]) -> str 
         return None
     reference = exact()
     off, norm = float((found.cpu().double() - reference.exact).norm()), float(reference.exact.norm())
-    # two ranks' parts are rounded to bfloat16, and so is their sum: by half of 2^-8 each, of no more than the result
+    # the reference rounds the result; two ranks' parts, no larger in the mean, are rounded too, each by 2^-8 at most
     if off <= reference.limit + 2.0**-7 * norm:
         return None
     text = f"differs by {float(error / size):g} of the norm, and is off by {off / norm:g} of it"
