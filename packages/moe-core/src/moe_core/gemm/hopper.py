@@ -111,7 +111,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, size
         if epilogue.weights is not None:
             weight = gl.load(epilogue.weights + ahead[1][0])[:, None]
         if form.short:
-            mbarrier.wait(met, (shorts & 1) ^ 1)
+            mbarrier.wait(met[0], (shorts & 1) ^ 1)
         zero = turn - turn  # 0 as a value that changes
         acc_0, acc_1, taken = form.multiply(
             zero, ahead[0], row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
@@ -119,7 +119,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, size
         turn += taken * stride
         if form.short:
             barrier()
-            mbarrier.arrive(met, pred=short)
+            mbarrier.arrive(met[0], pred=short)
             shorts += short.to(gl.int32)
         ahead = _prefetch(next_tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP)
         if first < end:
@@ -162,7 +162,7 @@ def hopper_kernel(
     gl.static_assert(STAGES % 2 == 0 or not form.short, "consumers of a short tile have every other slot")
     full, empty = allocate_barriers(STAGES, 1)
     queue = allocate_queue()
-    met = allocate_meeting()
+    met = allocate_meeting(form.short)
     fence_async_shared()
     ring = (a_tiles, b_tiles, full, empty)
     tiles = gl.load(schedule[0])

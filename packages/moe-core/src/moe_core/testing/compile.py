@@ -9,8 +9,9 @@ yields `moe_core.jit.specimen.Specimen` objects: launches as the host code makes
 of the named packages (default: core and every package that registers something with it) that defines this function is
 asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails when it
 does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread than its
-specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), or leaves a
-warp in two behind an atomic (:mod:`moe_core.testing.reconverged`).
+specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), leaves a warp
+in two behind an atomic (:mod:`moe_core.testing.reconverged`), or gives the memory of a barrier to data
+(:mod:`moe_core.testing.barriers`).
 
 ``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
 the host code of every specimen still runs for every target.
@@ -45,6 +46,7 @@ from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
 from moe_core.jit.describe import Value, describe
 from moe_core.jit.specimen import Specimen
+from moe_core.testing.barriers import abandoned_barriers
 from moe_core.testing.compile_cases import backend_specimens
 from moe_core.testing.compile_cover import Launch, choose
 from moe_core.testing.in_flight import register_products_in_flight
@@ -259,11 +261,18 @@ def compile_specimen(
                 f"a block of {target.device.arch} has at most {target.device.shared_memory}"
             )
         # Gluon's kernels, which wait themselves, have it too
-        running = register_products_in_flight(kernel.asm.get("ttgir", ""))
+        ttgir = kernel.asm.get("ttgir", "")
+        running = register_products_in_flight(ttgir)
         if running:
             problems.append(
                 f"{where}: {name} has up to {running} products with registers in flight at the end of a loop's step: "
                 "moe_core.jit.wait.wait_for_mma makes them end there"
+            )
+        abandoned = abandoned_barriers(ttgir)
+        if abandoned:
+            problems.append(
+                f"{where}: {name} has barriers that are neither invalidated nor passed to warp_specialize, so that "
+                f"data may get their memory: {', '.join(abandoned)}"
             )
         if "cubin" in kernel.asm and has_atomics(kernel.asm["ptx"]):
             split = split_warps(_cuobjdump(kernel, "--dump-sass"))
