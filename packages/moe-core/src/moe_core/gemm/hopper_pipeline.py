@@ -71,11 +71,12 @@ def allocate_meeting(SHORT: gl.constexpr):
     A wait for a phase also ends while the phase before it is not complete.  Slots of the other consumer were not
     waited for, so that before the next tile asks for one of them, the other must have seen it filled.
     """
-    met = ()
     if SHORT:
-        met += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
-        mbarrier.init(met[0], count=2)
-    return met
+        met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(met, count=2)
+        return (met,)
+    else:
+        return ()
 
 
 @gluon.jit
