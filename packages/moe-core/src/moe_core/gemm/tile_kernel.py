@@ -248,8 +248,8 @@ def grouped_gemm_kernel(
     - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], as they are
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
-    # gemm2: the kernel before it, gemm1, has waited for the sort and whatever that depended on, so that schedule and
-    # weights may be read before gemm1 has ended
+    # gemm2: the kernel before it, gemm1 or what quantises, gathers or adds up h, has waited for the sort and whatever
+    # that depended on, so that schedule and weights may be read before it has ended
     if PDL and GEMM1:
         tl.extra.cuda.gdc_wait()
     # rows of the weights that a tile may have: of one half, or of both, interleaved
@@ -264,7 +264,7 @@ def grouped_gemm_kernel(
     subtile, block_n = tile_of(pid // SPLIT_K, subtiles, blocks_n, GROUP_M)
     expert, position, pair, mask = locate(schedule, subtile, BLOCK_M, SUBTILES)
     if SUBTILES > 1 and tl.sum(mask.to(tl.int32), axis=0) == 0:
-        return
+        return  # not program 0, which waits for all: the first subtile of a tile has rows
     n = block_n * BLOCK_N
 
     SHAPE_0: tl.constexpr = BLOCK_N if SWAP_AB else BLOCK_M
