@@ -40,6 +40,7 @@ class KernelCall:
     Steps run in order, each once, on the stream that is current then; what is left of them :meth:`result` does.  Calls
     of one kernel, or of kernels that share a workspace, may be under way at the same time on one stream.  All ranks
     make the same steps of the same calls in the same order.  The call's tensors stay as they are until it has ended.
+    Until then no CUDA graph is replayed in which the same groups exchange tokens: it may have the call's memory.
 
     ``workspace``: the layer's, or None for one of this call's own; ``replay``: by which the experts' launches are made,
     where prepare and finalize are not among what is replayed.

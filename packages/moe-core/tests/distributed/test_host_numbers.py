@@ -55,14 +55,23 @@ def test_a_rank_that_says_nothing_is_named_and_waited_for_again(tables: list[Hos
     ranks = ranks_of(0.01)
     for _ in range(2):
         with pytest.raises(CommunicationError, match=r"ranks count among ranks \[4, 5, 7\]") as error:
-            tables[0].tell(ranks, [1], "ranks count")
+            tables[0].tell(ranks, [9], "ranks count")
         assert "ranks [5, 7] have told nothing" in error.value.details
     others = [threading.Timer(0.02 * rank, tables[rank].tell, (ranks_of(1), [rank], "")) for rank in (1, 2)]
     for thread in others:
         thread.start()
-    assert tables[0].tell(ranks_of(1), [0], "ranks count") == [[0], [1], [2]]
+    assert tables[0].tell(ranks_of(1), [9], "ranks count") == [[9], [1], [2]]
     for thread in others:
         thread.join()
+
+
+def test_what_a_late_rank_goes_by_is_not_taken_back(tables: list[HostNumbers]) -> None:
+    with pytest.raises(CommunicationError):
+        tables[0].tell(ranks_of(0.01), [8], "ranks count")
+    with pytest.raises(CommunicationError, match="ranks count") as error:
+        tables[0].tell(ranks_of(0.01), [1], "ranks count")
+    assert "a call that told [8] has not ended" in error.value.details
+    assert "this one tells [1]" in error.value.details
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from moe_core import ConfigError
 from moe_core.distributed import symmetric
-from moe_core.distributed.symmetric import ExchangeRoom
+from moe_core.distributed.symmetric import ExchangeBuffers, ExchangeRoom
 from moe_core.errors import CommunicationError, FallbackWarning
 from moe_core.ops.exchange import ExchangeShape
 from moe_core.ops.token_layout import TokenCode
@@ -29,7 +29,7 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
 
     monkeypatch.setattr(symmetric, "_connect", connect)
     monkeypatch.setattr(symmetric, "_told", lambda ranks, mine: [mine] * 2)
-    room, ranks = ExchangeRoom(torch.device("cpu")), SimpleNamespace(synchronize=str)
+    room, ranks = ExchangeRoom(torch.device("cpu")), SimpleNamespace(synchronize=lambda *_: None)
     small, large = (ExchangeShape(2, tokens, 256, 2, torch.bfloat16) for tokens in (100, 20_000))
     code = TokenCode(256, torch.bfloat16)
     first, buffer = room.take(ranks, small, code)
@@ -52,6 +52,36 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
     assert len(made) == 3 + symmetric.MOST_CALLS - 2
     with pytest.raises(ConfigError, match="8 calls are under way already"):
         room.take(ranks, small, code)
+
+
+class Stream:
+    """What the calls of a buffer run on; streams that it waits for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+def test_a_buffer_is_taken_behind_the_call_before_on_another_stream(monkeypatch):
+    gpu, first, second = torch.device("cuda", 1), Stream(), Stream()
+    current = {gpu: first}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
+    buffers = ExchangeBuffers([SimpleNamespace(memory=SimpleNamespace(device=gpu))])
+    buffers.release(buffers.take())
+    buffers.release(buffers.take())
+    assert first.waited == []
+    current[gpu] = second
+    number = buffers.take()
+    assert second.waited == [first]
+    # whoever captures and replays a graph orders it
+    monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
+    buffers.release(number)
+    current[gpu] = first
+    buffers.release(buffers.take())
+    assert (first.waited, second.waited) == ([], [first])
 
 
 class Group:

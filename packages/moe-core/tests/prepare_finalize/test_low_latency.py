@@ -155,6 +155,39 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call():
         kernels[0].prepare_finalize.check()
 
 
+@pytest.mark.parametrize("all2all", ["low_latency", "alltoall"])
+def test_a_rank_that_comes_too_late_gets_no_results_of_another_call(all2all):
+    case = Case(KINDS[NAMES[0]], all2all, (2, 2), ep=2, changes=(("max_num_tokens", 2),))
+    world, kernels = ranks_of(case, room=2, timeout=0.01)
+    batches = inputs(case)
+    for _ in range(2):  # rows of calls before are there
+        outputs(case, world, [start(kernel, given, [2, 2]) for kernel, given in zip(kernels, batches, strict=True)])
+    batches = [(-x.flip(0), weights, ids.flip(0)) for x, weights, ids in batches]
+    assert start(kernels[0], batches[0], [2, 2]).result().isnan().all()
+    assert start(kernels[1], batches[1], [2, 2]).result().isnan().all()
+    with pytest.raises(CommunicationError, match=r"ranks \[10\] did not come"):
+        kernels[1].prepare_finalize.check()
+
+
+def test_a_rank_that_missed_another_is_missed_by_all():
+    case = Case(KINDS[NAMES[0]], "alltoall", (2, 2, 2), ep=3, changes=(("num_experts", 9),))
+    world, kernels = ranks_of(case, room=2, timeout=0.01)
+    batches, counts = inputs(case), [2, 2, 2]
+    outputs(case, world, [start(kernel, given, counts) for kernel, given in zip(kernels, batches, strict=True)])
+    first = start(kernels[0], batches[0], counts)
+    third = start(kernels[2], batches[2], counts)
+    assert first.result().isnan().all()  # the second one is late
+    kernels[0].prepare_finalize._room._buffers[0][0].alarm.zero_()  # as in one graph: the host doesn't look
+    assert start(kernels[0], batches[0], counts).result().isnan().all()
+    second = start(kernels[1], batches[1], counts)  # before the third one's time is over
+    third.run_experts()
+    second.run_experts()
+    for number, call in ((1, second), (2, third)):
+        assert call.result().isnan().all()
+        with pytest.raises(CommunicationError, match=r"ranks \[10\] did not come"):
+            kernels[number].prepare_finalize.check()
+
+
 @pytest.mark.parametrize(("name", "all2all"), [*((name, "low_latency") for name in NAMES), (NAMES[1], "alltoall")])
 def test_what_warming_up_records_is_what_calls_launch(name, all2all):
     case = Case(KINDS[name], all2all, (2, 1, 0), ep=3, changes=(("max_num_tokens", 2), ("num_experts", 9)))

@@ -77,18 +77,21 @@ class Communicator(SharedByCopies):
         """
         if tensor.is_cuda:
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            device = tensor.device
             tensor = pinned.copy_(tensor, non_blocking=True)
-            self.synchronize(what)
+            self.synchronize(what, device)
         found: list[int] = tensor.tolist()
         return found
 
-    def synchronize(self, what: str = "work is done on the device") -> None:
+    def synchronize(self, what: str = "work is done on the device", device: torch.device | None = None) -> None:
         """Wait on the host for the work of the current CUDA stream, calls between ranks too, within the time-out.
+
+        ``device``: the GPU whose stream it is, default the current one.
 
         ``torch.cuda.synchronize`` would wait for ever for a rank that is not there, until the watchdog of NCCL ends the
         process.  Raises CommunicationError.
         """
-        done: Any = torch.cuda.current_stream().record_event()
+        done: Any = torch.cuda.current_stream(device).record_event()
         started = time.monotonic()
         with self.communicating(what):
             while not done.query():

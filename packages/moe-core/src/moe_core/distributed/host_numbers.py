@@ -42,6 +42,8 @@ class HostNumbers:
         self._words = memoryview(memory).cast("q")
         self._rank, self._size = rank, size
         self._calls = 0
+        #: what was told in a call that has not ended
+        self._told: list[int] | None = None
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -51,11 +53,19 @@ class HostNumbers:
         """The numbers of each of ``ranks``, which all tell as many; each from 0 up to 2^32 - 1.
 
         All ranks make the same calls in the same order.  Raises CommunicationError, with ``what``, where one does not
-        come within the time-out; its call is then still waited for by the next.
+        come within the time-out; its call is then still waited for by the next, which tells the same numbers, since
+        ranks that came late go by them: another CommunicationError if not.
         """
+        with ranks.communicating(what):
+            if self._told not in (None, list(numbers)):
+                raise RuntimeError(
+                    f"a call that told {self._told} has not ended, others go by these numbers, and this one tells "
+                    f"{list(numbers)}: make the groups and layers anew on all ranks"
+                )
         call = (self._calls + 1) % 2**30 + 1
         words, size, width = self._words, self._size, len(numbers)
         table = (call & 1) * size * size
+        self._told = list(numbers)
         for index, number in enumerate(numbers):
             words[table + self._rank * size + index] = call << _BITS | number
         found: list[list[int]] = []
@@ -77,7 +87,7 @@ class HostNumbers:
                         time.sleep(_SPIN_SECONDS / 20)
                     row = words[first : first + width].tolist()
                 found.append([word & (1 << _BITS) - 1 for word in row])
-        self._calls += 1
+        self._calls, self._told = self._calls + 1, None
         return found
 
     @staticmethod

@@ -125,6 +125,28 @@ def _without_multicast() -> Iterator[None]:
             os.environ[_NO_MULTICAST] = before
 
 
+class _Calls:
+    """Which buffers of a rank calls have, and on which stream the last call with each of them ended."""
+
+    def __init__(self, buffers: int) -> None:
+        self.busy = [False] * buffers
+        self._ended: list[torch.cuda.Stream | None] = [None] * buffers
+
+    def follow(self, number: int, device: torch.device) -> None:
+        """What the current stream of ``device`` does from here on comes behind the last call with a buffer."""
+        before = self._ended[number]
+        if before is not None and not _capturing(device):
+            stream = torch.cuda.current_stream(device)
+            if stream != before:
+                stream.wait_stream(before)
+
+    def end(self, number: int, device: torch.device) -> None:
+        """The call is launched whole; one that was captured is ordered by whoever replays it."""
+        self.busy[number] = False
+        eager = device.type == "cuda" and not _capturing(device)
+        self._ended[number] = torch.cuda.current_stream(device) if eager else None
+
+
 class ExchangeBuffers(SharedByCopies):
     """The buffers of a rank, taken in turn by the calls of all layers that share them.
 
@@ -135,21 +157,22 @@ class ExchangeBuffers(SharedByCopies):
     def __init__(self, buffers: list[ExchangeBuffer], keep: object = None) -> None:
         self.buffers = buffers
         self._keep = keep
-        self._busy = [False] * len(buffers)
+        self._calls = _Calls(len(buffers))
         self._next = 0
 
     def take(self) -> int:
         """The number of the next call's buffer.  Raises ConfigError where the call that had it has not ended."""
         number = self._next
-        if self._busy[number]:
+        if self._calls.busy[number]:
             raise _too_many(len(self.buffers))
-        self._busy[number] = True
+        self._calls.follow(number, self.buffers[number].memory.device)
+        self._calls.busy[number] = True
         self._next = (number + 1) % len(self.buffers)
         return number
 
     def release(self, number: int) -> None:
         """The call has ended."""
-        self._busy[number] = False
+        self._calls.end(number, self.buffers[number].memory.device)
 
     @property
     def missing(self) -> list[int]:
@@ -191,7 +214,7 @@ class ExchangeRoom(SharedByCopies):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[tuple[ExchangeBuffer, object] | None] = [None] * MOST_CALLS
-        self._busy = [False] * MOST_CALLS
+        self._calls = _Calls(MOST_CALLS)
         self._captured = [False] * MOST_CALLS
         self._kept: list[tuple[ExchangeBuffer, object]] = []
 
@@ -201,9 +224,10 @@ class ExchangeRoom(SharedByCopies):
         Raises ConfigError where no buffer is free, or one would have to grow while a CUDA graph is captured;
         CommunicationError where a rank does not take part in growing.
         """
-        if all(self._busy):
+        if all(self._calls.busy):
             raise _too_many(MOST_CALLS)
-        number = self._busy.index(False)
+        number = self._calls.busy.index(False)
+        self._calls.follow(number, self._device)
         capturing = _capturing(self._device)
         found = self._buffers[number]
         buffer = None if found is None else found[0].of_call(shape, code)
@@ -217,12 +241,12 @@ class ExchangeRoom(SharedByCopies):
             if buffer is None:
                 raise ConfigError(f"a buffer that was made for {shape} and {code} has no room for them")
         self._captured[number] |= capturing
-        self._busy[number] = True
+        self._calls.busy[number] = True
         return number, buffer
 
     def release(self, number: int) -> None:
         """The call has ended."""
-        self._busy[number] = False
+        self._calls.end(number, self._device)
 
     @property
     def missing(self) -> list[int]:
@@ -247,7 +271,7 @@ class ExchangeRoom(SharedByCopies):
         shape = replace(shape, results_room=_in_steps(results))
         if old is not None:
             # nobody writes into memory that is given back
-            ranks.synchronize("calls between GPUs end before their memory grows")
+            ranks.synchronize("calls between GPUs end before their memory grows", self._device)
             _told(ranks, None)
             if self._captured[number]:
                 self._kept.append(old)

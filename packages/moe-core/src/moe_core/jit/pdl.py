@@ -21,8 +21,8 @@ def begin_pdl(PDL: tl.constexpr):
 def wait_at_first(PDL: tl.constexpr):
     """For programs that end before they have waited: the first of all waits all the same.
 
-    A launch of which no program waits may end before the launch before it, and the next one waits for this one only; and
-    it may start, and read what is older than this launch, when all programs have ended or let it.
+    A launch of which no program waits may end before the launch before it, and the next one waits for this one only.
+    That one may also start, and read what is older than this launch, as soon as all programs here have ended or let it.
     """
     if PDL and tl.program_id(0) == 0:
         tl.extra.cuda.gdc_wait()

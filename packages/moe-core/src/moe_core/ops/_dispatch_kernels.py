@@ -92,13 +92,18 @@ def last_program(counter):
 
 
 @triton.jit
-def signal_ranks(addresses, place, call, me, ranks, BLOCK_W: tl.constexpr):
-    """Write `call` to the signal of rank `me` in the buffers of all ranks; signals start at byte `place`."""
+def signal_ranks(addresses, state, place, call, me, ranks, BLOCK_W: tl.constexpr):
+    """Write `call` to the signal of rank `me` in the buffers of all ranks; signals start at byte `place`.
+
+    Not where this rank has missed another one: it works on rows of calls before, and the others have to miss it too.
+    """
     tl.debug_barrier()
     rank = tl.arange(0, BLOCK_W)
-    address = tl.load(addresses + rank, mask=rank < ranks, other=0) + place + me * 4
+    late = tl.sum(tl.load(state + LATE + rank, mask=rank < ranks, other=0), axis=0)
+    mask = rank < tl.where(late > 0, 0, ranks)
+    address = tl.load(addresses + rank, mask=mask, other=0) + place + me * 4
     signal = address.to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(signal, tl.zeros((BLOCK_W,), tl.int32) + call, mask=rank < ranks, sem="release", scope="sys")
+    tl.atomic_xchg(signal, tl.zeros((BLOCK_W,), tl.int32) + call, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
@@ -189,7 +194,7 @@ def signal_kernel(addresses, state, place, me, ranks, NEXT: tl.constexpr, BLOCK_
         call += 1
         tl.debug_barrier()
         tl.store(state + CALL, call)
-    signal_ranks(addresses, place, call, me, ranks, BLOCK_W)
+    signal_ranks(addresses, state, place, call, me, ranks, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["tokens", "offset", "me", "capacity"])
@@ -285,8 +290,9 @@ def dispatch_kernel(
     if SIGNAL:  # noqa: SIM102 (a constant; the other is a value on the device)
         if last_program(state + ARRIVED):
             call = tl.load(state + CALL) + 1
+            tl.debug_barrier()  # warps with ranks of their own load it too
             tl.store(state + CALL, call)
-            signal_ranks(addresses, signals, call, me, ranks, BLOCK_W)
+            signal_ranks(addresses, state, signals, call, me, ranks, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["step", "limit"])
@@ -334,7 +340,7 @@ def return_kernel(
         tl.store(target + column, values, mask=column < columns)
     if SIGNAL:  # noqa: SIM102 (a constant; the other is a value on the device)
         if last_program(state + RETURNED):
-            signal_ranks(addresses, signals, tl.load(state + CALL), me, ranks, BLOCK_W)
+            signal_ranks(addresses, state, signals, tl.load(state + CALL), me, ranks, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["limit"])
