@@ -102,10 +102,17 @@ def test_layers_of_a_group_share_a_room_which_goes_with_them(monkeypatch):
     first = ExchangeRoom.connect(ranks, None, CPU)
     assert ExchangeRoom.connect(ranks, None, CPU) is copy.deepcopy(first) is first
     assert len(asked) == len(made) == 1
-    del first
+    # another rank has none any more
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric, "_told", lambda ranks, mine: [mine, False if mine is True else mine])
+        second = ExchangeRoom.connect(ranks, None, CPU)
+    assert second is not first
+    assert ExchangeRoom.connect(ranks, None, CPU) is second
+    assert len(asked) == len(made) == 2
+    del first, second
     gc.collect()
     assert ExchangeRoom.connect(ranks, None, CPU) is not None
-    assert len(asked) == len(made) == 2
+    assert len(asked) == len(made) == 3
     known = len(symmetric._ROOMS)
     del ranks
     gc.collect()

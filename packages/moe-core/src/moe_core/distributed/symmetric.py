@@ -285,12 +285,13 @@ class ExchangeRoom(SharedByCopies):
     def connect(ranks: Communicator, groups: ParallelGroups, device: torch.device) -> ExchangeRoom | None:
         """The room of ``ranks``, which all ask at the same time; None where their GPUs can't share memory.
 
-        The memory goes with the last layer that has the room.
+        A new one, unless all of them have it still: the memory goes with the last layer that has the room.
         """
         rooms = _ROOMS.setdefault(ranks.group, {})
         known = rooms.get(device, lambda: None)
         room = None if known is None else known()
-        if room is None and known is not None:
+        # what one rank's last layer has given back, another rank may still hold
+        if known is not None and not all(_told(ranks, room is not None)):
             room = _new_room(ranks, groups, device)
             rooms[device] = None if room is None else weakref.ref(room)
         return room
