@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +49,22 @@ def test_layers_share_one_workspace_of_the_largest() -> None:
     assert all(kernel.workspace is workspace for kernel in kernels(layers))
     for kernel, expected in zip(kernels(layers), before, strict=True):
         assert torch.equal(kernel.apply(**arguments(kernel, 3)), expected)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_workspace_of_captured_graphs_outlives_the_next_one(captured: bool) -> None:
+    layers = model()
+    first = share_workspace(layers, 16)
+    first.reserve(64)
+    first._captured = captured  # what take() notes during a capture, which needs a GPU
+    memory = weakref.ref(first.hold(0))
+    del first
+    second = share_workspace(layers, 32)
+    assert all(kernel.workspace is second for kernel in kernels(layers))
+    assert (memory() is not None) == captured
+    # no copy's graphs use it
+    copied = copy.deepcopy(kernels(layers)[0])
+    assert copied._captured_workspaces == ()
 
 
 def arguments(kernel: FusedMoEKernel, tokens: int) -> dict[str, torch.Tensor]:

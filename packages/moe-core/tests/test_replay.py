@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.jit.launch import launch
+from moe_core.jit.launch import launch, record
 from moe_core.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
 from moe_core.replay import MOST_BINDINGS, MOST_RECORDS, Replay, _remember
 from moe_core.weights import KernelWeights
@@ -113,6 +113,48 @@ def test_later_calls_start_the_recorded_launches_with_their_own_addresses(worksp
     assert (kernel.dispatched, kernel.started) == (4, 8)
     assert kernel.streams == [7] * 8
     assert calls.reasons() == (None,)
+
+
+def test_launches_that_are_only_looked_at_are_not_remembered() -> None:
+    kernel, weights = Kernel(), layer()
+    calls = replay(weights)
+    for _ in range(3):
+        x, out = numbers(), torch.full((SIZE,), float("nan"))
+        with record() as launches:
+            calls.run(product(kernel, weights, x, out), (out, x), None)
+        assert len(launches) == 2
+        assert out.isnan().all()
+        calls.run(product(kernel, weights, x, out), (out, x), None)
+        assert torch.equal(out, expected(weights, x))
+    assert (kernel.dispatched, kernel.started) == (4, 2)
+
+
+@pytest.mark.parametrize("how", ["resized", "replaced"])
+def test_weights_whose_memory_was_given_back_are_found_again(how: str) -> None:
+    kernel, weights = Kernel(), layer()
+    calls = replay(weights)
+    x, out = numbers(), torch.empty(SIZE)
+    for _ in range(3):
+        calls.run(product(kernel, weights, x, out), (out, x), None)
+    kept, before = weights.w2.clone(), weights.w2.data_ptr()
+    if how == "resized":
+        storage = weights.w2.untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        others = [torch.full((SIZE,), 1e6) for _ in range(64)]
+        storage.resize_(nbytes)
+        weights.w2.copy_(kept)
+    else:
+        weights.w2.data = kept
+        others = [torch.full((SIZE,), 1e6) for _ in range(64)]
+    assert others
+    assert weights.w2.data_ptr() != before
+    started = kernel.started
+    for _ in range(3):
+        x, out = numbers(), torch.full((SIZE,), float("nan"))
+        calls.run(product(kernel, weights, x, out), (out, x), None)
+        assert torch.equal(out, expected(weights, x))
+    assert kernel.started == started + 2
 
 
 def test_weights_that_are_overwritten_in_place_are_seen() -> None:

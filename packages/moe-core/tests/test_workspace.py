@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import io
 import weakref
 from types import SimpleNamespace
 
@@ -144,3 +146,35 @@ def test_memory_of_another_kind_is_refused() -> None:
             Workspace("cpu", buffer)  # type: ignore[arg-type]
     with pytest.raises(TensorError, match="the workspace is for cpu, its buffer is on meta"):
         Workspace("cpu", torch.zeros(8, dtype=torch.uint8, device="meta"))
+
+
+def test_a_copy_has_as_much_memory_of_its_own() -> None:
+    workspace = Workspace("cpu")
+    workspace.reserve(1 << 20)
+    file = io.BytesIO()
+    torch.save(workspace, file)
+    assert file.tell() < 1 << 16
+    file.seek(0)
+    for copied in (copy.deepcopy(workspace), torch.load(file, weights_only=False)):
+        assert copied.nbytes == workspace.nbytes
+        assert copied.hold(0).data_ptr() != workspace.hold(0).data_ptr()
+
+
+def test_memory_grows_where_a_copy_was_put() -> None:
+    workspace = Workspace("cpu")
+    workspace.reserve(64)
+    file = io.BytesIO()
+    torch.save(workspace, file)
+    file.seek(0)
+    moved = torch.load(file, map_location="meta", weights_only=False)
+    moved.reserve(128)
+    assert moved.place == torch.device("meta")
+    assert moved.nbytes == 128
+
+
+def test_a_callers_buffer_goes_with_a_copy() -> None:
+    workspace = Workspace("cpu", torch.arange(64, dtype=torch.uint8))
+    copied = copy.deepcopy(workspace)
+    assert torch.equal(copied.hold(64), workspace.hold(64))
+    with pytest.raises(TensorError, match="has 64 bytes, 65 are needed"):
+        copied.reserve(65)

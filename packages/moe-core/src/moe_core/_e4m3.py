@@ -18,7 +18,7 @@ _FEW = 4096
 @cache
 def _pairs() -> Tensor:
     """[65536]: both float32 values of two neighbouring codes, as the bits of one float64."""
-    codes = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    codes = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)
     return codes.view(torch.float8_e4m3fn).float().view(torch.float64)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,12 +80,13 @@ def _call(kernel: CalledKernel, expert_map: Tensor | None, count: int) -> None:
     """One call with ``count`` random tokens, which meet all experts; one more with adapters where there are places."""
     config, device = kernel.config, kernel.weights.device
     generator = torch.Generator().manual_seed(count)
-    x = torch.randn(count, config.hidden_size, generator=generator).to(device, config.dtype)
-    logits = torch.rand(count, config.num_experts, generator=generator).to(device)
+    on_cpu: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(count, config.hidden_size, **on_cpu).to(device, config.dtype)
+    logits = torch.rand(count, config.num_experts, **on_cpu).to(device)
     if expert_map is None and config.local_experts < config.num_experts:
         expert_map = map_of(range(config.local_experts), config.num_experts, device)
     if kernel.is_monolithic:
-        bias = torch.zeros(config.num_experts, device=device)
+        bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         corrects = config.routing is not None and config.routing.has_correction_bias
         kernel.apply_monolithic(
             x, router_logits=logits, correction_bias=bias if corrects else None, expert_map=expert_map

@@ -100,6 +100,7 @@ class FusedMoEKernel:
         self.experts = experts
         self.weights = weights
         self.prepare_finalize = prepare_finalize
+        self._captured_workspaces: tuple[Workspace, ...] = ()
         self.workspace = workspace
         self.reduce: TopKWeightAndReduce = (
             TopKWeightAndReduceNoOP() if experts.claims.reduces else TopKWeightAndReduceContiguous()
@@ -128,7 +129,10 @@ class FusedMoEKernel:
 
     @property
     def workspace(self) -> Workspace | None:
-        """Scratch memory of the calls, on the device of the weights; None: taken from torch's allocator by each."""
+        """Scratch memory of the calls, on the device of the weights; None: taken from torch's allocator by each.
+
+        One that CUDA graphs were captured with is kept when it is replaced: replays go on using its memory.
+        """
         return self._workspace
 
     @workspace.setter
@@ -137,6 +141,9 @@ class FusedMoEKernel:
             raise TensorError(
                 f"the workspace is on {workspace.place}, the layer's weights are on {self.weights.device}"
             )
+        before = self.__dict__.get("_workspace")
+        if before is not None and before is not workspace and before.captured:
+            self._captured_workspaces += (before,)
         self._workspace = workspace
 
     @property
@@ -150,7 +157,7 @@ class FusedMoEKernel:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another kernel: it must not be found under the number of this one
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_replay")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_ONE}
         return kept | {_VERSIONS: versions_of(self.experts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -163,6 +170,7 @@ class FusedMoEKernel:
                 "version; load the layer from its checkpoint"
             )
         self.__dict__.update(kept)
+        self._captured_workspaces = ()
         self._register()
 
     def _register(self) -> None:
@@ -451,6 +459,8 @@ class FusedMoEKernel:
 
 #: in the state of a pickled kernel
 _VERSIONS = "versions"
+#: what no copy has
+_OF_THIS_ONE = frozenset({"_handle", "_replay", "_captured_workspaces"})
 
 
 def versions_of(experts: FusedMoEExperts) -> dict[str, str | None]:

@@ -120,7 +120,7 @@ def specimen(
             if not weight_key.symmetric:
                 add(f"{name}_zero_point", torch.uint8, *scales)
             if weight_key.permuted:
-                groups = torch.arange(cols, dtype=torch.int32) // max(weight_key.group_size, 1)
+                groups = torch.arange(cols, dtype=torch.int32, device="cpu") // max(weight_key.group_size, 1)
                 tensors[f"{name}_g_idx"] = groups.to(device).expand(experts, cols).contiguous()
             if weight_key.pre_scaled:
                 add(f"{name}_pre_scale", torch.float32, experts, cols)

@@ -345,7 +345,7 @@ def _quantize(
     experts, rows, cols = x.shape
     shape = scale_shape(key, experts, rows, cols, parts)
     if x.numel() == 0:
-        empty = torch.zeros(shape, device=x.device)
+        empty = torch.zeros(shape, dtype=torch.float32, device=x.device)
         return _encode(x, key), _store_scale(empty, key), None if key.symmetric else empty.to(torch.int32)
     grid = Grid.of(key, experts, rows, cols, parts)
     groups = grid.groups(x)
@@ -458,8 +458,8 @@ def _encode(scaled: Tensor, key: QuantKey) -> Tensor:
     if dtype.kind is NumberKind.FLOAT:
         if dtype.bits == 8:
             return scaled.clamp(dtype.min_value, dtype.max_value).to(storage_dtypes(key)[0])
-        upper = torch.tensor(_E2M1_TIES, dtype=torch.float32)
-        upper[1::2] = torch.nextafter(upper[1::2], torch.zeros(()))
+        upper = torch.tensor(_E2M1_TIES, dtype=torch.float32, device="cpu")
+        upper[1::2] = torch.nextafter(upper[1::2], upper.new_zeros(()))
         magnitude = torch.bucketize(scaled.abs().contiguous(), upper.to(scaled.device))
         return (magnitude + 8 * torch.signbit(scaled)).to(torch.uint8)
     # an integer can't be NaN: 0, and the scale says it

@@ -58,7 +58,8 @@ class Span:
 class WeightMemory:
     """The pieces of memory that a layer's weights lie in, each once, and how the weights lie in them.
 
-    ``layout``: equal for two layers of which each tensor lies as the other's does.
+    ``layout``: equal for two layers of which each tensor lies as the other's does; ``tensors`` and their ``addresses``,
+    when this was made: they may move.
     """
 
     def __init__(self, weights: Lasting) -> None:
@@ -66,6 +67,8 @@ class WeightMemory:
         numbers: dict[int, int] = {}
         self.spans: list[Span] = []
         self._tensors: list[Tensor] = []
+        self.tensors = [tensor for _, tensor in weights.tensors()]
+        self.addresses = [*map(Tensor.data_ptr, self.tensors)]
         layout: list[Any] = [weights.device]
         for name, tensor in weights.tensors():
             storage = tensor.untyped_storage()

@@ -12,7 +12,8 @@ A record is only used where it is certain to be what the call would have launche
   :func:`moe_core.jit.launch.launch` (``launches_only``).  Any other work that torch sees while a call is recorded
   (a copy, a fill) makes calls of that kind run as usual.
 - Every address in a launch lies within a tensor of the call, the layer's weights or the scratch memory, whose places
-  are known.  An address from anywhere else, or from two of them, likewise.
+  are known.  An address from anywhere else, or from two of them, likewise.  Where weights have moved, as when an engine
+  has given their memory back and taken other, a layer's records are made anew.
 - Descriptors for the tensor memory accelerator hold addresses of their own: those of weights stay, those of scratch
   memory stay as long as the caller's workspace does.
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_core.jit.launch import Launch, observe
+from moe_core.jit.launch import RECORDING, Launch, observe
 from moe_core.recorded_launches import (
     ALIGNMENT,
     SCRATCH,
@@ -193,8 +194,17 @@ class Replay:
                 with torch.cuda.device(place):
                     self._run(call, inputs, of, scratch, lasting)
                 return
+        if RECORDING.get() is not None:  # nothing is launched, and nothing is to be learnt of it
+            call()
+            return
         kind = (device, *of, *_kind(inputs))
         found = self._records.get(kind, _NEW)
+        # every call looks: no Python function is called for it
+        if isinstance(found, Record) and [*map(Tensor.data_ptr, self._memory.tensors)] != self._memory.addresses:
+            self.__dict__.pop("_memory", None)
+            with _CHANGING:
+                self._records.clear()
+            found = _NEW
         if found is _NEW or found is None:
             found = self._shared(kind, found, scratch, lasting)
         if isinstance(found, Record) and self._started(found, kind, inputs, scratch, lasting, device):

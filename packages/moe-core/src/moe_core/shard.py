@@ -60,7 +60,7 @@ def shard_layer(
     part = config
     whole = chosen == tuple(range(config.num_experts))
     if not whole:
-        index = torch.tensor(chosen, device=weights.w13.device)
+        index = torch.tensor(chosen, dtype=torch.int64, device=weights.w13.device)
         held: dict[str, Any] = {name: tensor[index] for name, tensor in weights.tensors()}
         weights = replace(weights, **held)
         part = replace(config, num_local_experts=len(chosen))
@@ -89,5 +89,6 @@ def map_of(experts: Sequence[int], num_experts: int, device: torch.device | str)
     """[E] int32: the place of each expert among the local ``experts``, -1 for the others."""
     where = as_torch_device(device)
     expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=where)
-    expert_map[torch.tensor(list(experts), device=where)] = torch.arange(len(experts), dtype=torch.int32, device=where)
+    places = torch.tensor(list(experts), dtype=torch.int64, device=where)
+    expert_map[places] = torch.arange(len(experts), dtype=torch.int32, device=where)
     return expert_map

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,22 @@ class Workspace:
         self._kept: list[Tensor] = []
         #: bytes of the last :meth:`take`
         self.taken = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has memory of its own; what is in this one belongs to calls, and to graphs that were captured with it
+        state = self.__dict__ | {"_kept": [], "_captured": False}
+        return state if self._fixed else state | {"_buffer": self._buffer.new_empty(0), "taken": self.nbytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.device = self._buffer.device  # where it was put: torch.load may map it elsewhere
+        if not self._fixed:
+            self.reserve(self.taken)
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs were captured with its memory."""
+        return self._captured or bool(self._kept)
 
     @property
     def place(self) -> torch.device:

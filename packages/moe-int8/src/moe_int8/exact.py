@@ -77,8 +77,8 @@ def _int_mm_is_exact() -> bool:
     """Whether the CPU's int8 products are: instructions older than VNNI add pairs of products in saturating int16."""
     for code, other in ((-128, -128), (127, -128), (127, 127)):
         for rows in (1, 16):
-            x = torch.full((rows, 64), code, dtype=torch.int8)
-            w = torch.full((16, 64), other, dtype=torch.int8)
+            x = torch.full((rows, 64), code, dtype=torch.int8, device="cpu")
+            w = torch.full((16, 64), other, dtype=torch.int8, device="cpu")
             if not bool((torch._int_mm(x, w.mT) == 64 * code * other).all()):
                 return False
     return True

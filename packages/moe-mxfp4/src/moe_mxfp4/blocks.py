@@ -50,6 +50,6 @@ def dequantized(codes: Tensor, scale: Tensor, columns: int) -> Tensor:
 @functools.cache
 def _table(two: bool, device: torch.device) -> Tensor:
     """float32 values of the codes in a byte [256, 2], or in ``two`` [65536, 4], low ones first."""
-    value = torch.tensor(E2M1_VALUES, device=device)
+    value = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=device)
     one = torch.stack((value.repeat(16), value.repeat_interleave(16)), dim=1)
     return torch.cat((one.repeat(256, 1), one.repeat_interleave(256, 0)), dim=1) if two else one

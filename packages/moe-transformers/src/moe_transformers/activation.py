@@ -61,8 +61,9 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _values(largest: float) -> Tensor:
     """Arguments from small ones to well past ``largest``, of both signs."""
-    # transformers changes torch's default dtype while it builds a model
-    small, large = (torch.linspace(*bounds, dtype=torch.float32) for bounds in ((0.05, 4.0, 12), (0.2, 3.0, 8)))
+    # transformers changes torch's default dtype, and device, while it builds a model
+    bounds = (0.05, 4.0, 12), (0.2, 3.0, 8)
+    small, large = (torch.linspace(*one, dtype=torch.float32, device="cpu") for one in bounds)
     sizes = torch.cat((small, large * largest))
     return torch.cat((-sizes, torch.zeros_like(sizes[:1]), sizes))
 

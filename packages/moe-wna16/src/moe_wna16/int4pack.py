@@ -88,11 +88,11 @@ def column_blocks(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     blocks = (held + size - 1) // size
     ordered = own.argsort(stable=True)
     group = own[ordered]
-    rank = torch.arange(columns) - (held.cumsum(0) - held)[group]
-    order = torch.full((count * size,), columns, dtype=torch.int32)
+    rank = torch.arange(columns, device=own.device) - (held.cumsum(0) - held)[group]
+    order = torch.full((count * size,), columns, dtype=torch.int32, device=own.device)
     order[size * (blocks.cumsum(0) - blocks)[group] + rank] = ordered.int()
-    of_block = torch.zeros(count, dtype=torch.int64)
-    used = torch.arange(groups).repeat_interleave(blocks)
+    of_block = torch.zeros(count, dtype=torch.int64, device=own.device)
+    used = torch.arange(groups, device=own.device).repeat_interleave(blocks)
     of_block[: len(used)] = used
     return order, of_block
 
@@ -181,15 +181,16 @@ def available() -> bool:
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return False
     rows, columns, group = 2 * TILE, 64, 32
-    number = torch.arange(rows * columns // 2, dtype=torch.int64)
+    number = torch.arange(rows * columns // 2, dtype=torch.int64, device="cpu")
     codes = (number * 2654435761 >> 7).to(torch.uint8).view(rows, columns // 2)
     wide = torch.stack((codes & 15, codes >> 4), dim=2).view(rows, columns).float() - 8
-    scale = torch.tensor([1.0, 0.5], dtype=torch.bfloat16).expand(rows, 2)
+    scale = torch.tensor([1.0, 0.5], dtype=torch.bfloat16, device="cpu").expand(rows, 2)
     try:
         packed, added = pack(codes, 4, group)
         # one column each: what comes out are the weights
-        found = product(torch.eye(columns), packed, scales_and_zeros(scale, None, 4, added))
-        tiles = torch.empty(columns, rows)
+        one = torch.eye(columns, dtype=torch.float32, device="cpu")
+        found = product(one, packed, scales_and_zeros(scale, None, 4, added))
+        tiles = torch.empty(columns, rows, dtype=torch.float32, device="cpu")
         unpack(packed, tiles)
     except RuntimeError:
         return False

@@ -157,7 +157,8 @@ class LayerExperts:
                 raise CheckpointError(
                     f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not"
                 )
-            found[projection, suffix] = torch.empty((len(experts), *self.shape(projection, suffix)), dtype=dtype)
+            shape = (len(experts), *self.shape(projection, suffix))
+            found[projection, suffix] = torch.empty(shape, dtype=dtype, device="cpu")
         self.read_all(experts, {key: places_of(out) for key, out in found.items()})
         return found
 

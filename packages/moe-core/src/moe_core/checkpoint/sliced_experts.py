@@ -138,7 +138,7 @@ class SlicedExperts(LayerExperts):
         low, high = pieces[0][0], pieces[-1][1]
         kept = torch.frombuffer(to, dtype=torch.uint8).view(rows, -1)
         step = max(1, CHUNK_BYTES // pitch)
-        scratch = torch.empty(step, pitch, dtype=torch.uint8)
+        scratch = torch.empty(step, pitch, dtype=torch.uint8, device="cpu")
         room = bytes_of(scratch)
         for row in range(0, rows, step):
             count = min(step, rows - row)

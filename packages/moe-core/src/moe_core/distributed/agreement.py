@@ -107,7 +107,7 @@ def exchange(ranks: Communicator, text: str, what: str) -> list[str]:
     lengths = torch.empty(size, dtype=torch.int64, device=device)
     ranks.begin(what, dist.all_gather_into_tensor, lengths, lengths.new_full((1,), len(content))).wait()
     sizes = ranks.numbers(lengths, what)
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     gathered = torch.empty(size * max(sizes), dtype=torch.uint8, device=device)
     ranks.begin(what, dist.all_gather_into_tensor, gathered, mine.to(device)).wait()

@@ -76,7 +76,7 @@ class Communicator(SharedByCopies):
         On a GPU too it waits no longer than the time-out: then CommunicationError is raised.
         """
         if tensor.is_cuda:
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             device = tensor.device
             tensor = pinned.copy_(tensor, non_blocking=True)
             self.synchronize(what, device)

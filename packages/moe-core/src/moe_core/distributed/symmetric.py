@@ -358,7 +358,7 @@ def _connect(
         raise CommunicationError("torch's symmetric memory gave no address of another rank's memory")
     buffers = []
     for number in range(count):
-        alarm = torch.zeros((shape.ranks,), dtype=torch.int32, pin_memory=True)
+        alarm = torch.zeros((shape.ranks,), dtype=torch.int32, device="cpu", pin_memory=True)
         addresses = [*(address + number * each for address in first), alarm.data_ptr()]
         buffers.append(
             ExchangeBuffer(

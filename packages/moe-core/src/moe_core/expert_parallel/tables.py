@@ -89,7 +89,8 @@ class ReplicaTables:
                 raise ConfigError(f"the placement has up to {needed} {what}, the tables have room for {there}")
         flat = [[rank * self.stride + local for rank, local in places] for places in placement.replicas]
         rows = [[row[replica % len(row)] for replica in range(room)] for row in flat]
-        return torch.tensor(rows, dtype=torch.int32), torch.tensor([len(row) for row in flat], dtype=torch.int32)
+        counts = torch.tensor([len(row) for row in flat], dtype=torch.int32, device="cpu")
+        return torch.tensor(rows, dtype=torch.int32, device="cpu"), counts
 
     def choose(self, topk_ids: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
         """(ranks, local ids), both [M, k] int32, of the replicas that take ``topk_ids`` [M, k]; -1 for no expert.

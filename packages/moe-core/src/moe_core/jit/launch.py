@@ -54,7 +54,8 @@ class Launch:
         return f"{fn.__module__}.{fn.__qualname__}", described
 
 
-_RECORDING: ContextVar[list[Launch] | None] = ContextVar("moe_core_recording", default=None)
+#: the launches that are collected instead of made; None: they are made
+RECORDING: ContextVar[list[Launch] | None] = ContextVar("moe_core_recording", default=None)
 _OBSERVER: ContextVar[Callable[[Launch], None] | None] = ContextVar("moe_core_observer", default=None)
 
 
@@ -62,16 +63,16 @@ _OBSERVER: ContextVar[Callable[[Launch], None] | None] = ContextVar("moe_core_ob
 def record() -> Iterator[list[Launch]]:
     """Collect the launches inside instead of making them."""
     found: list[Launch] = []
-    token = _RECORDING.set(found)
+    token = RECORDING.set(found)
     try:
         yield found
     finally:
-        _RECORDING.reset(token)
+        RECORDING.reset(token)
 
 
 def is_recording() -> bool:
     """Whether launches are recorded instead of made."""
-    return _RECORDING.get() is not None
+    return RECORDING.get() is not None
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
     keywords.setdefault("enable_fp_fusion", True)  # Triton's default, which is going to change
     if pdl:
         keywords["launch_pdl"] = True
-    recording = _RECORDING.get()
+    recording = RECORDING.get()
     if recording is not None:
         recording.append(Launch.of(kernel, grid, args, keywords))
         return

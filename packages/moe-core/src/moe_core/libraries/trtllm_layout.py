@@ -22,12 +22,12 @@ def shuffled_rows(rows: int, tile: int) -> Tensor:
     block = 32 if tile % 128 == 0 else 16
     if rows % block:
         raise TensorError(f"the matrix has {rows} rows, expected a multiple of {block}")
-    return torch.arange(rows).view(-1, 8, block // 8).transpose(1, 2).flatten()
+    return torch.arange(rows, device="cpu").view(-1, 8, block // 8).transpose(1, 2).flatten()
 
 
 def up_gate_rows(rows: int, *, in_turns: bool) -> Tensor:
     """[rows] int64: from gate rows, then up rows, to up before gate, in halves or in turns."""
-    gate, up = torch.arange(rows).view(2, -1)
+    gate, up = torch.arange(rows, device="cpu").view(2, -1)
     return torch.stack((up, gate), dim=1 if in_turns else 0).flatten()
 
 

@@ -93,7 +93,7 @@ class Rows:
     def _bias_rows(self) -> Tensor:
         bias = self.bias
         if bias is None or bias.dim() == 1:
-            return torch.zeros(()) if bias is None else bias
+            return torch.zeros((), dtype=torch.float32, device=self.x.device) if bias is None else bias
         experts = self.row_experts
         if experts is None:
             experts = torch.arange(self.batches, device=bias.device).repeat_interleave(self.tokens)

@@ -160,7 +160,8 @@ class TorchInt8Experts(TorchExperts):
         elif groups:
             first = Codes.of(x, quant.a1) if scale is None else Codes(x, scale, None)
             # all experts' hidden values first: they are quantised in one go
-            together = torch.empty(len(rows), self.config.intermediate_size, device=x.device)
+            shape = (len(rows), self.config.intermediate_size)
+            together = torch.empty(shape, dtype=torch.float32, device=x.device)
             for expert, place in groups:
                 together[place] = hidden(expert, place, first)
             second = Codes.of(together, quant.a2)

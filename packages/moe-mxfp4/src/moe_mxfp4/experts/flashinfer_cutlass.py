@@ -166,7 +166,7 @@ class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
 
     @staticmethod
     def folded(scale: Tensor) -> Tensor:
-        return trtllm_scales(scale, torch.arange(scale.shape[1]))
+        return trtllm_scales(scale, torch.arange(scale.shape[1], device="cpu"))
 
     @property
     def input_dtype(self) -> torch.dtype:

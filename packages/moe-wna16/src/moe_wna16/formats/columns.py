@@ -92,7 +92,7 @@ class ColumnGroups:
         """
         layer, suffix = self.layer, self.packing.g_idx or "g_idx"
         begin, end, row = (0, cols, cols) if self._is_whole(projections[0]) else self.window or (0, cols, cols)
-        out = torch.empty(len(experts), cols, dtype=torch.int32)
+        out = torch.empty(len(experts), cols, dtype=torch.int32, device="cpu")
         for slot, expert in enumerate(experts):
             for projection in projections:
                 own = self._groups(expert, projection)
@@ -132,7 +132,7 @@ class ColumnGroups:
 
 def in_order(shape: Sequence[int], group: int) -> Tensor:
     """int64 groups of columns of the ``shape`` [K] that lie in order."""
-    columns = torch.arange(shape[0] if shape else 0)
+    columns = torch.arange(shape[0] if shape else 0, device="cpu")
     return columns // group if group > 0 else torch.zeros_like(columns)
 
 

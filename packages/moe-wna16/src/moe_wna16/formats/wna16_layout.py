@@ -332,7 +332,7 @@ class WNA16Layout(QuantizedLayout):
                 layer, (projection,), suffix, Values.FINITE, experts=experts, device="cpu", arrange=Tensor.float
             )
             if layer.has(projection, suffix)
-            else torch.ones(len(experts), cols)
+            else torch.ones(len(experts), cols, dtype=torch.float32, device="cpu")
             for projection in projections
         ]
         for projection, other in zip(projections[1:], own[1:], strict=True):
