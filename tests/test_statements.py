@@ -18,7 +18,7 @@ FOLDERS = sorted(path.parent for path in PACKAGES.glob("moe-*/tests/data/*/confi
 
 def compared(method: object) -> set[str]:
     """The entries of a tool's settings that are compared."""
-    return {name for fact in FACTS if not fact.tools or tool(method) in fact.tools for name in fact.names}
+    return {name for fact in FACTS if fact.holds_for(tool(method)) for name in fact.names}
 
 
 class Recorded(dict[str, Any]):

@@ -51,6 +51,12 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Tensor], RoutingConfig]] = {
         {},
         RoutingConfig(renormalize=False, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5),
     ),
+    # DeepSeek-VL2: DeepSeek-V3's router under the older name
+    "deepseek_vl_v2": (
+        {**ROUTED, **DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        bias(),
+        RoutingConfig("sigmoid", True, False, 2, 1, 2.5, has_correction_bias=True),
+    ),
     "deepseek_v3": (
         {**ROUTED, **DEEPSEEK},
         bias(),
@@ -264,6 +270,8 @@ def test_entries_that_contradict_the_family(
         {"norm_topk_prob": True, "routed_scaling_factor": False, "n_group": False},
         {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax", "topk_method": "greedy"},
         {"swiglu_limit": 0, "moe_router_logit_softcapping": 0.0, "final_logit_softcapping": 30.0, "rope_alpha": 2.0},
+        # how text is generated, which transformers writes into parts of older files
+        {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
     ],
 )
 def test_entries_that_say_what_the_family_does_anyway(tmp_path: Path, entries: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import types
 import weakref
 from collections.abc import Iterator
@@ -226,8 +227,9 @@ def test_a_layer_is_quantised_at_load_and_again_at_reload(tmp_path: Path) -> Non
         layer.reload(replace(new, w13=new.w13[:, :, 1:]))
 
 
+@pytest.mark.parametrize("part", [None, "text_config", "llm_config", "language_config"])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_gpt_oss(tmp_path: Path, transposed: bool) -> None:
+def test_gpt_oss(tmp_path: Path, transposed: bool, part: str | None) -> None:
     """Gate and up rows in turns, in weights and biases."""
     want = canonical()
     w13_bias, w2_bias = torch.randn(E, 2 * N).bfloat16(), torch.randn(E, K).bfloat16()
@@ -236,6 +238,10 @@ def test_gpt_oss(tmp_path: Path, transposed: bool) -> None:
     tensors = {f"{prefix}.{n}": (t.mT if transposed else t).contiguous() for n, t in weights.items()}
     tensors |= {f"{prefix}.gate_up_proj_bias": in_turns(w13_bias), f"{prefix}.down_proj_bias": w2_bias}
     path = folder(tmp_path, tensors, model_type="gpt_oss")
+    if part is not None:
+        config = json.loads((path / "config.json").read_text())
+        wrapper = {"model_type": "internvl_chat", part: {**config, "temperature": 1.0}}
+        (path / "config.json").write_text(json.dumps(wrapper))
     found = read_layer(Checkpoint.open(path), quantize="int8_rows", experts=[3, 1]).weights()
     plain = replace(want, w13_bias=w13_bias.float(), w2_bias=w2_bias.float())
     chosen: dict[str, Any] = {name: tensor[[3, 1]] for name, tensor in plain.tensors()}

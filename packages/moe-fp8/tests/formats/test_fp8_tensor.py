@@ -20,9 +20,10 @@ FP8 = {"quant_method": "fp8"}
     ("scale", "activation", "dynamic"),
     [
         ("weight_scale", "input_scale", kFp8DynamicTensorSym),
+        ("weight_scale", "act_scale", kFp8DynamicTensorSym),
         ("weight_scale_inv", "activation_scale", kFp8DynamicTokenSym),
     ],
-    ids=["AutoFP8", "transformers"],
+    ids=["AutoFP8", "AutoFP8 before June 2024", "transformers"],
 )
 def test_both_tools(tmp_path: Path, scale: str, activation: str, dynamic: QuantKey, scheme: str | None) -> None:
     """The tools differ in what a dynamic scale spans."""

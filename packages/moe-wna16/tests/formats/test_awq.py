@@ -66,6 +66,8 @@ def test_the_names_that_tools_give_to_settings(tmp_path: Path) -> None:
             {"w_bit": 4, "q_group_size": 64, "version": "GEMM"},
             {"bits": 4, "group_size": 64, "checkpoint_format": "gemm", "format": "gemm", "desc_act": False},
             {"bits": 4, "group_size": 64, "version": "gemm", "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "sym": False},
+            # before 5.7 it wrote a default that says nothing
+            {"bits": 4, "group_size": 64, "version": "gemm", "meta": {"quantizer": ["gptqmodel:5.6.12"]}, "sym": True},
         )
     ):
         quantization = {"quant_method": "awq", "zero_point": True, **changes}

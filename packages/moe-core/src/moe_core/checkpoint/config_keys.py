@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,14 @@ def names_experts(config: Mapping[str, Any]) -> bool:
     if any(config.get(key) for key in NUM_EXPERTS):
         return True
     return any(isinstance(part := config.get(key), dict) and names_experts(part) for key in NESTED)
+
+
+def model_types(config: Mapping[str, Any]) -> Iterator[Any]:
+    """Each ``model_type`` of config.json and of its parts."""
+    yield config.get("model_type")
+    for key in NESTED:
+        if isinstance(part := config.get(key), dict):
+            yield from model_types(part)
 
 
 @dataclass(frozen=True)

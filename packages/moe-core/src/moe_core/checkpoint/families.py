@@ -139,6 +139,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_ocr2": _DEEPSEEK_V2,
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _deepseek(2.5, 8, 4),
+    "deepseek_vl_v2": _DEEPSEEK_V2,
     "deepseek_v32": _deepseek(2.5, 8, 4),
     "deepseek_v4": Family(
         scoring="sqrtsoftplus",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_core.checkpoint.config_keys import model_types
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.families import family_of
 from moe_core.config import FusedMoEConfig
@@ -91,9 +92,7 @@ def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
     """
     if "gate_up" not in layer.projections:
         return False
-    config = layer.checkpoint.config
-    inner = config.get("text_config")
-    types = [config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
+    types = list(model_types(layer.checkpoint.config))
     if "gpt_oss" in types:
         return True
     relatives = (None, family_of("gpt_oss"))

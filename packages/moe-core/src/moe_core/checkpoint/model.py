@@ -133,6 +133,9 @@ def _known(entries: ConfigKeys, given: Given) -> Family | None:
     if refusal is not None:
         raise entries.error(f"models of type {model_type!r} are not supported: {refusal}")
     family = family_of(model_type)
+    if family is family_of("deepseek_v2") and entries.entries.get(keys.TOPK_METHOD[0]) == "noaux_tc":
+        # DeepSeek-VL2 names DeepSeek-V3's router so
+        family = family_of("deepseek_v3")
     if family is None and not given.assume and (given.routing is None or given.activation is None):
         found = f"model_type {model_type!r} is not known" if model_type else "has no model_type"
         raise entries.error(

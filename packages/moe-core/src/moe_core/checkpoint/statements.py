@@ -90,11 +90,16 @@ class Fact:
     """One thing that is said, under any of several names.
 
     ``names``: name -> the value's meaning, in which all that say it must agree (None: it says nothing);
-    ``tools``: those in whose settings the names mean this, all where empty.
+    ``tools``: those in whose settings the names mean this, all where empty; ``but``: those in whose they do not.
     """
 
     names: Mapping[str, Callable[[object], object]]
     tools: frozenset[str] = field(default=frozenset())
+    but: frozenset[str] = field(default=frozenset())
+
+    def holds_for(self, name: object) -> bool:
+        """Whether the names mean this in the settings of the tool."""
+        return (not self.tools or name in self.tools) and name not in self.but
 
 
 def _fact(*names: str, means: Callable[[object], object] = _same, tools: Sequence[str] = ()) -> Fact:
@@ -106,7 +111,11 @@ FACTS = (
     _fact("quant_method", "method", means=tool),
     _fact("bits", "w_bit", "wbits"),
     _fact("group_size", "q_group_size"),
-    Fact({"sym": _same, "symmetric": _same, "zero_point": _negated, "has_zero_point": _negated}),
+    # in AWQ's settings of some versions of GPTQModel sym is true, whatever zero_point says, which decides
+    Fact(
+        {"sym": _same, "symmetric": _same, "zero_point": _negated, "has_zero_point": _negated}, but=frozenset({"awq"})
+    ),
+    _fact("zero_point", "has_zero_point", tools=("awq",)),
     _fact("checkpoint_format", "format", means=_lower, tools=("gptq",)),
     _fact("checkpoint_format", "format", "version", means=_lower, tools=("awq",)),
     _fact("packing_format", "backend", means=_packing, tools=("auto-round",)),
@@ -198,7 +207,7 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
     """
     named = tool(method)
     for fact in FACTS:
-        if fact.tools and named not in fact.tools:
+        if not fact.holds_for(named):
             continue
         first: tuple[str, str, object] | None = None
         for statement in found:

@@ -10,7 +10,7 @@ from moe_core.checkpoint.experts import LayerExperts
 from moe_core.errors import CheckpointError
 
 #: the static activations' scale
-INPUT_SCALES = ("input_scale", "activation_scale")
+INPUT_SCALES = ("input_scale", "activation_scale", "act_scale")
 ZERO_POINTS = ("weight_zero_point", "input_zero_point", "zero_point")
 
 

@@ -12,6 +12,8 @@ from moe_core.checkpoint.families import Family
 _MARKS = frozenset(
     {"alpha", "beta", "limit", "limits", "clamp", "cap", "softcap", "softcapping", "temperature", "multiplier", "hash"}
 )
+#: of which a name alone may be an entry of experts: temperatures are those of generation, which transformers writes too
+_ALONE = _MARKS - {"temperature"}
 _EXPERTS = frozenset({"swiglu", "glu", "mlp", "ffn", "moe", "expert", "experts", "act", "activation", "gate", "up"})
 _ROUTER = frozenset({"router", "routing", "route", "hash"})
 _ELSEWHERE = frozenset({"shared", "attn", "attention", "final", "lora", "rope", "vision", "aux", "loss"})
@@ -36,7 +38,7 @@ def unread_entries(entries: ConfigKeys, family: Family, *, routing: bool, activa
         elif words & _ROUTER:
             if routing and words & _MARKS:
                 yield key
-        elif activation and (_changes_experts(words) or key in _MARKS):
+        elif activation and (_changes_experts(words) or key in _ALONE):
             yield key
 
 
