@@ -270,6 +270,39 @@ def test_schemes_that_are_off_and_memory_that_is_sglangs(
     ]
 
 
+@pytest.mark.parametrize(("row", "stays"), [(BLOCK, True), (("use_fp8_w8a8", "tensor"), False)])
+def test_experts_that_sglang_moves_are_in_tensors_of_its_own(
+    sglang: types.SimpleNamespace,
+    function: FusedFunction,
+    own: Own,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    row: tuple[str, str],
+    stays: bool,
+) -> None:
+    published = types.SimpleNamespace(moe=types.SimpleNamespace(enable_eplb=True))
+    monkeypatch.setattr(function._names, "get_exec", lambda: published)
+    info = info_of(sglang, row, weights_of(row, False, config()))
+    function(dispatched(sglang), info, runner(sglang))
+    assert (function.kernel is not None, len(own.calls)) == (stays, int(not stays))
+    if not stays:
+        assert "w1_scale have a layout of their own, which EPLB does not write anew" in said[0]
+    published.moe.enable_eplb = False
+    other = FusedFunction(own, ("fp8",))
+    monkeypatch.setattr(other._names, "get_exec", lambda: published)
+    other(dispatched(sglang), info, runner(sglang))
+    assert other.kernel is not None
+
+
+def test_rows_that_sglang_has_interleaved_are_left_to_it(
+    sglang: types.SimpleNamespace, function: FusedFunction, said: list[str]
+) -> None:
+    info = info_of(sglang, BLOCK, weights_of(BLOCK, False, config()))
+    info.fuse_swiglu_interleaved = True
+    assert function(dispatched(sglang), info, runner(sglang)) == "sglang"
+    assert "gate and up rows are interleaved (fuse_swiglu_interleaved)" in said[0]
+
+
 def test_a_batch_invariant_engine_gets_batch_invariant_kernels_or_its_own(
     sglang: types.SimpleNamespace, function: FusedFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,10 @@ CHANGED: dict[str, tuple[str, str, Any, str]] = {
     "a field of its weights": (
         "layers.moe.moe_runner.triton",
         "TritonMoeQuantInfo",
-        record(*(name for name in (*FLAGS, *TENSORS) if name != "w13_zp"), "per_channel_quant", "block_shape"),
+        record(
+            *(name for name in (*FLAGS, *TENSORS) if name != "w13_zp"),
+            *("per_channel_quant", "block_shape", "fuse_swiglu_interleaved"),
+        ),
         "has no w13_zp",
     ),
     "a field of the tokens": ("layers.moe.topk", "StandardTopKOutput", record("topk_ids"), "has no topk_weights"),

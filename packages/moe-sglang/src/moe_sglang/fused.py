@@ -43,10 +43,11 @@ def names() -> types.SimpleNamespace:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.runtime_context import get_exec
 
     require(FusedOpPool, "get_fused_func")
     require(FusedOpPool.get_fused_func, "dispatch_name", "runner_name")
-    require(TritonMoeQuantInfo, *FLAGS, "per_channel_quant", "block_shape", *TENSORS)
+    require(TritonMoeQuantInfo, *FLAGS, "per_channel_quant", "block_shape", "fuse_swiglu_interleaved", *TENSORS)
     require(
         MoeRunnerConfig,
         *("activation", "is_gated", "apply_router_weight_on_input", "no_combine", "routed_scaling_factor", "layer"),
@@ -57,6 +58,7 @@ def names() -> types.SimpleNamespace:
     require(StandardCombineInput, "hidden_states")
     return types.SimpleNamespace(
         StandardCombineInput=StandardCombineInput,
+        get_exec=get_exec,
         is_batch_invariant_mode_enabled=is_batch_invariant_mode_enabled,
         is_symmetric_memory_enabled=is_symmetric_memory_enabled,
     )
@@ -107,6 +109,8 @@ class FusedFunction:
         try:
             if self._names.is_symmetric_memory_enabled():
                 raise MoEError("outputs lie in NCCL's symmetric memory (--enable-symm-mem)")
+            if info.fuse_swiglu_interleaved:
+                raise MoEError("gate and up rows are interleaved (fuse_swiglu_interleaved)")
             self._refuse_scaled_inputs(runner)
             kind = kind_of(info)
             if kind.scheme not in self.schemes:
@@ -123,25 +127,33 @@ class FusedFunction:
             weights.validate(config)
             selection = choose(kind, config, weights, DeviceInfo.current(weights.w13.device))
             of_scheme = oracle(kind.scheme)
-            self.kernel = of_scheme.make_kernel(selection, of_scheme.convert(selection, weights))
+            converted = of_scheme.convert(selection, weights)
+            derived = _derived(converted, info)
+            if derived and self._moves_experts():
+                raise MoEError(f"{', '.join(derived)} have a layout of their own, which EPLB does not write anew")
+            self.kernel = of_scheme.make_kernel(selection, converted)
         except MoEError as error:
             log_once(LOGGER, f"experts by SGLang's own function: {error.message}")
             return
         log_once(LOGGER, f"experts by moe-core: {kind.scheme} {selection.backend} ({selection.experts.__name__})")
-        self._tell_what_is_derived(runner, info)
+        self._tell_what_is_derived(runner, derived)
+
+    def _moves_experts(self) -> bool:
+        """Whether SGLang copies experts from place to place (EPLB), in its own tensors."""
+        try:
+            return bool(self._names.get_exec().moe.enable_eplb)
+        except ValueError:  # there is no server
+            return False
 
     @staticmethod
     def _refuse_scaled_inputs(runner: Any) -> None:
         if runner.apply_router_weight_on_input and runner.routed_scaling_factor not in (None, 1.0):
             raise MoEError("routed_scaling_factor goes with router weights on the output, these are on the input")
 
-    def _tell_what_is_derived(self, runner: Any, info: Any) -> None:
+    @staticmethod
+    def _tell_what_is_derived(runner: Any, derived: Sequence[str]) -> None:
         """Have SGLang refuse new weights in place of those of which the kernel holds tensors of another layout."""
-        if self.kernel is None or runner.layer is None:
-            return
-        given = {_memory(tensor) for tensor in _tensors(info) if tensor is not None}
-        derived = [name for name, tensor in self.kernel.weights.tensors() if _memory(tensor) not in given]
-        if derived:
+        if derived and runner.layer is not None:
             runner.layer._derived_weight_cache_error = (
                 f"Online weight updates are not supported while {ENGINE.package} runs the experts: it holds "
                 f"{', '.join(derived)} in a layout of its own. Restart with {ENGINE.switch}=off to use them."
@@ -178,6 +190,12 @@ def keeps_codes(selection: Selection, weights: MoEWeights) -> bool:
     parts: dict[str, Any] = {name: tensor[:1] for name, tensor in weights.tensors()}
     converted: KernelWeights = oracle(selection.report.scheme).convert(one, replace(weights, **parts))
     return (_memory(converted.w13), _memory(converted.w2)) == (_memory(weights.w13), _memory(weights.w2))
+
+
+def _derived(weights: KernelWeights, info: Any) -> list[str]:
+    """Names of tensors that are none of SGLang's."""
+    given = {_memory(tensor) for tensor in _tensors(info) if tensor is not None}
+    return [name for name, tensor in weights.tensors() if _memory(tensor) not in given]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -124,6 +124,11 @@ class StandardCombineInput(NamedTuple):
     hidden_states: torch.Tensor
 
 
+def get_exec() -> Any:
+    """SGLang's configuration, before a server has published one."""
+    raise ValueError("not published")
+
+
 def fused_experts_none_to_triton(dispatch_output: Any, quant_info: Any, runner_config: Any) -> StandardCombineInput:
     """SGLang's own function, which needs a GPU."""
     raise NotImplementedError
@@ -140,6 +145,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "StandardDispatchOutput": StandardDispatchOutput,
     },
     "sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: False},
+    "sglang.srt.runtime_context": {"get_exec": get_exec},
     "sglang.srt.distributed.device_communicators.pynccl_allocator": {"is_symmetric_memory_enabled": lambda: False},
 }
 

@@ -11,6 +11,7 @@ import torch
 from moe_core import ConfigError, FusedMoEKernel, KernelWeights, MoEError, QuantKey, Selection, Workspace, oracle
 from moe_core.engine_api import log_once, select_kernel
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
@@ -73,6 +74,9 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         activation_format: FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
         """vLLM's own chain of questions, then moe-core's selection, whose reasons are all given."""
+        engine = get_current_vllm_config_or_none()
+        if engine is not None and engine.parallel_config.enable_elastic_ep:
+            return False, "Elastic EP makes experts anew of weights that have a kernel's layout by then"
         supported, reason = FusedMoEExpertsModular.is_supported_config(
             cls, moe_config, weight_key, activation_key, activation_format
         )
@@ -240,6 +244,10 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
     ) -> None:
         """The weighted sum of the experts of each token, into ``output`` [M, K]."""
+        if getattr(self, "post_gemm2_hook", None) is not None:
+            raise ConfigError(
+                f"something follows each expert before results are summed: {ENGINE.switch}=off leaves the layer to vLLM"
+            )
         kernel = self._bound_kernel(w1, w2)
         if apply_router_weight_on_input:  # prepare has done it
             topk_weights = torch.ones_like(topk_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,16 @@ def test_left_to_vllm(device: str, brought: pytest.LogCaptureFixture, case: str)
     _refused(lambda: fp8.select_fp8_moe_backend(make(), *BLOCKS))
     (line,) = said(brought)
     assert line.startswith(f"moe-vllm leaves fp8 experts to vLLM: {reason}")
+
+
+def test_elastic_ep_is_left_to_vllm(
+    device: str, brought: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = types.SimpleNamespace(parallel_config=types.SimpleNamespace(enable_elastic_ep=True))
+    monkeypatch.setattr("moe_vllm.experts.get_current_vllm_config_or_none", lambda: engine)
+    _refused(lambda: fp8.select_fp8_moe_backend(moe_config(), *BLOCKS))
+    (line,) = said(brought)
+    assert line.startswith("moe-vllm leaves fp8 experts to vLLM: Elastic EP makes experts anew")
 
 
 def _refused(select: Callable[[], Any]) -> None:
