@@ -18,6 +18,7 @@ from moe_core import (
     registry,
     shard_layer,
 )
+from moe_core.column_cut import column_cuts
 from moe_core.testing.data import make_weights
 from moe_core_layers import Kind, all_kinds
 from torch import Tensor
@@ -141,6 +142,21 @@ def test_experts_are_consecutive_or_those_that_are_named() -> None:
     assert named.expert_map is not None
     assert named.expert_map.tolist() == [1, -1, -1, 0]
     assert named.config.num_local_experts == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "key", "ranks"),
+    [(256, True, 2), (512, True, 4), (512, False, 2)],
+    ids=["of fewer columns", "of more ranks", "without keys"],
+)
+def test_a_cut_of_another_layer_is_refused(size: int, key: bool, ranks: int) -> None:
+    kind = next(kind for kind in all_kinds() if kind.weight_key is not None and kind.activation_key is not None)
+    weights = make_weights(config(), kind.weight_key, kind.activation_key, seed=0)
+    (cut, *_) = column_cuts(size, kind.weight_key if key else None, kind.activation_key if key else None, ranks)
+    with pytest.raises(
+        ConfigError, match=rf"of {ranks} ranks, expected one of this layer's for tp_size 2: 256 columns"
+    ):
+        shard_layer(config(), weights, FusedMoEParallelConfig(tp_size=2), cut=cut)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -59,7 +59,8 @@ def load_layer(
     ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
     (expert parallelism; ``placement.ranks[ep_rank]`` of a placement), default all; with some of them the layer gets the
     matching expert map.  ``parallel``: the rank whose experts (consecutive ones, unless ``experts`` names them) and
-    whose columns of them (tensor parallelism) are read; the outputs of the ranks add up to the layer's.  Equal shares
+    whose columns of them (tensor parallelism) are read; the outputs of the ranks add up to the layer's, as long as no
+    expert is on several ranks (with replicas give ``groups`` and ``placement``).  Equal shares
     of columns that part groups of scales are taken where a kernel takes finer groups (:mod:`moe_core.column_cut`).
     ``groups`` of the ranks, which say ``parallel`` too, and the ``placement`` of experts on them: tokens and results
     cross ranks, and each call's output is whole (:class:`moe_core.distributed.ParallelGroups`).

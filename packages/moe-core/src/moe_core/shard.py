@@ -46,9 +46,11 @@ def shard_layer(
 
     ``config`` and canonical ``weights`` are the whole layer's.  ``experts``: global ids for this rank, default
     consecutive ones (those of a placement: ``placement.ranks[ep_rank]``).  ``cut``: how tensor-parallel ranks share the
-    columns, one of :func:`moe_core.column_cut.column_cuts`, the same on all ranks; default: whole groups of scales.
-    The outputs of the ranks add up: an all-reduce over them gives the layer's output, w2's bias is the first
-    tensor-parallel rank's.  Raises ConfigError where there are fewer groups of columns, or experts, than ranks;
+    columns, one of :func:`moe_core.column_cut.column_cuts` of this layer, the same on all ranks; default: whole groups
+    of scales, where they go around.  The outputs of the ranks add up, as long as no expert is on several of them: an
+    all-reduce gives the layer's output, w2's bias is the first tensor-parallel rank's.  (With replicas a placement must
+    say which rank takes a token: :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.)
+    Raises ConfigError for another layer's ``cut``, and where there are fewer groups of columns, or experts, than ranks;
     TensorError for weights that don't fit ``config``.
     """
     weights.validate(config)
@@ -64,9 +66,13 @@ def shard_layer(
         held: dict[str, Any] = {name: tensor[index] for name, tensor in weights.tensors()}
         weights = replace(weights, **held)
         part = replace(config, num_local_experts=len(chosen))
-    cut = cut or plain_cut(
-        column_cuts(config.intermediate_size, weights.weight_key, weights.activation_key, parallel.tp_size)
-    )
+    cuts = column_cuts(config.intermediate_size, weights.weight_key, weights.activation_key, parallel.tp_size)
+    cut = cut or plain_cut(cuts)
+    if cut not in cuts:
+        raise ConfigError(
+            f"cut is {cut}, of {len(cut.ranges)} ranks, expected one of this layer's for tp_size {parallel.tp_size}: "
+            f"{'; '.join(map(str, cuts))}"
+        )
     begin, end = cut.ranges[parallel.tp_rank]
     weights = refine(part, weights, cut.weight_key)
     weights = cut_columns(part, weights, begin, end, with_bias=parallel.tp_rank == 0)
