@@ -20,6 +20,8 @@ from moe_core.errors import TensorError, check_tensor
 
 #: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
 ALIGNMENT = 256
+#: in the state of a pickled workspace: its bytes
+_RESERVED = "reserved"
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,13 @@ class Workspace:
     def __getstate__(self) -> dict[str, Any]:
         # a copy has memory of its own; what is in this one belongs to calls, and to graphs that were captured with it
         state = self.__dict__ | {"_kept": [], "_captured": False}
-        return state if self._fixed else state | {"_buffer": self._buffer.new_empty(0), "taken": self.nbytes}
+        return state if self._fixed else state | {"_buffer": self._buffer.new_empty(0), _RESERVED: self.nbytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({name: value for name, value in state.items() if name != _RESERVED})
         self.device = self._buffer.device  # where it was put: torch.load may map it elsewhere
         if not self._fixed:
-            self.reserve(self.taken)
+            self.reserve(state[_RESERVED])
 
     @property
     def captured(self) -> bool:
