@@ -44,12 +44,12 @@ class Layout(ExpertLayout):
     def load(self, config, *, experts, device="cpu"): raise NotImplementedError
 
 class Format(CheckpointFormat):
-    protocol_version = 2
+    protocol_version = 3
     name = "faulty format"
     quant_methods = METHODS
     def resolve(self, quantization, layer): return "it is not mine"
 
-SCHEME = mc.SchemeSpec("faulty", protocol=2, formats=(Format,), quant_methods=METHODS)
+SCHEME = mc.SchemeSpec("faulty", protocol=3, formats=(Format,), quant_methods=METHODS)
 changed = lambda **changes: dataclasses.replace(SCHEME, **changes)
 """
 
@@ -59,7 +59,7 @@ import sys
 import moe_core as mc
 
 class Experts(mc.FusedMoEExpertsModular):
-    protocol_version = 2
+    protocol_version = 3
     claims = mc.Claims(
         devices=(mc.any_device(),), keys=((mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym),), activations=mc.GATED
     )

@@ -164,16 +164,16 @@ def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed
         (
             "third-party-backend",
             "src/example_backend/experts.py",
-            "protocol_version = 2",
+            "protocol_version = 3",
             "protocol_version = 1",
             "fp8.preloaded",
             "ProtocolVersionError",
-            ["moe-example-backend 0.1.0", "fp8.preloaded", "1", "2"],
+            ["moe-example-backend 0.1.0", "fp8.preloaded", "1", "3"],
         ),
         (
             "third-party-backend",
             "src/example_backend/experts.py",
-            "    protocol_version = 2\n",
+            "    protocol_version = 3\n",
             "",
             "fp8.preloaded",
             "ProtocolVersionError",
@@ -182,11 +182,11 @@ def test_scheme_of_another_package_is_found_and_right(run_python: Run, installed
         (
             "third-party-scheme",
             "src/example_scheme/__init__.py",
-            "protocol=2",
+            "protocol=3",
             "protocol=7",
             "plain.auto",
             "ProtocolVersionError",
-            ["moe-example-scheme 0.1.0", "plain", "7", "2"],
+            ["moe-example-scheme 0.1.0", "plain", "7", "3"],
         ),
         (
             "third-party-backend",

@@ -74,7 +74,7 @@ def reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activati
 
 KERNELS = SchemeSpec(
     "toy",
-    protocol=2,
+    protocol=3,
     backends=(
         Backend("library", (LibraryExperts,)),
         Backend("static", (StaticExperts,)),

@@ -49,7 +49,7 @@ CONFIG = FusedMoEConfig(
 
 
 class Sound(TorchExperts):
-    protocol_version = 2
+    protocol_version = 3
     claims = Claims(
         devices=(any_device(),),
         keys=(

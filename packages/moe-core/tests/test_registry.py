@@ -24,7 +24,7 @@ CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_siz
 
 
 class OtherExperts(ToyExperts):
-    protocol_version = 2
+    protocol_version = 3
 
 
 class SilentExperts(ToyExperts):
@@ -89,7 +89,7 @@ def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.Mon
 
 
 def test_another_protocol_is_refused_by_name_and_version(plugin: types.ModuleType) -> None:
-    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*protocol 3; this moe-core speaks protocol 2"):
+    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*protocol 4; this moe-core speaks protocol 3"):
         make(schemes={"future": "moe_test_plugin:FUTURE"}).scheme("future")
     schemes = {"toy": "moe_test_plugin:TOY"}
     for experts, text in (("Future", "protocol 99"), ("Silent", "states no protocol_version")):

@@ -75,7 +75,7 @@ class ExampleFormat(QuantizedFormat):
     """See the module docstring."""
 
     # the version of the interface that this class was written for
-    protocol_version = 2
+    protocol_version = 3
     name = "INT8 of an imaginary tool"
     quant_methods = ("example",)
 

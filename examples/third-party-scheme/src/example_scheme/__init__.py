@@ -34,7 +34,7 @@ class PlainTorchExperts(TorchExperts):
 # one backend, so the order needs no thought
 SCHEME = SchemeSpec(
     name="plain",
-    protocol=2,
+    protocol=3,
     package="moe-example-scheme",
     backends=(Backend("torch", (PlainTorchExperts,)),),
 )

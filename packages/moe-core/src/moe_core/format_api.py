@@ -10,7 +10,7 @@ only.  Nothing here imports Triton.
 :class:`ExpertLayout`, which has the keys and loads canonical weights, or the reason against::
 
     class MyFormat(CheckpointFormat):
-        protocol_version = 2
+        protocol_version = 3
         name = "experts of mine"
         quant_methods = ("mine",)
 

@@ -21,7 +21,7 @@ of the GEMV kernels for one token, :class:`WordFunctions` that of the warp-speci
 
 **Products as they are, or transposed** (SWAP_AB): vectors of the result's rows and columns, shaped to multiply it.
 
-**Tiles of weights**: pointers to rows, the tile itself by pointers or a tensor descriptor, prefetch.
+**Tiles of weights**: pointers to rows, the tile itself by pointers or a tensor descriptor.
 
 **Rows with a scale each**: how activations and weights are loaded, scales found from magnitudes, and NaN kept.
 
@@ -71,13 +71,12 @@ from moe_core.gemm.marlin.operand import (
     tile_words,
 )
 from moe_core.gemm.marlin.weight import MarlinMatrix, WordFunctions
-from moe_core.gemm.operand_tiles import open_plain, prefetch_rows, step_strides, weight_rows, weight_tile
+from moe_core.gemm.operand_tiles import open_plain, step_strides, weight_rows, weight_tile
 from moe_core.gemm.scaled_mm import (
     LOAD_PARTS,
     load_unquantized,
     multiply_codes,
     open_weights,
-    prefetch_weights,
     quantize_group,
     scale_acc,
     scale_acc_tokens,
@@ -145,7 +144,6 @@ __all__ = [
     "as_column",
     "as_row",
     # tiles of weights
-    "prefetch_rows",
     "step_strides",
     "weight_rows",
     "weight_tile",
@@ -155,7 +153,6 @@ __all__ = [
     "load_unquantized",
     "multiply_codes",
     "open_weights",
-    "prefetch_weights",
     "quantize_group",
     "scale_acc",
     "scale_acc_tokens",

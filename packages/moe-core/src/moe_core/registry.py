@@ -4,7 +4,7 @@ Groups:
 
 - ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.scheme.SchemeSpec`; its name has no dot
 - ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
-  by what follows it.  The class states ``protocol_version = 2``, the version it was written for.
+  by what follows it.  The class states ``protocol_version = 3``, the version it was written for.
 - ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states its
   ``protocol_version`` too
 

@@ -353,15 +353,23 @@ def test_registers_leave_room_for_one_program_more(
         assert (plan.gemm1.max_registers, plan.gemm2.max_registers) == (0, 0)
 
 
-def test_launches_of_few_pairs_overlap() -> None:
-    for kind in ("int8 plain", "e4m3", "e4m3 blocks"):
-        for tokens, overlap in ((2, True), (8, True), (16, True), (128, False)):
-            assert plan_of(kind, tokens, 8, 32, 7168, 2048).pdl == overlap
-            assert not plan_of(kind, tokens, 8, 32, 7168, 2048, capability=80).pdl
-            assert not plan_of(kind, tokens + 8, 8, 32, 7168, 2048, capability=100).pdl
-        # in tiles of the tile kernel
-        assert [plan_of(kind, tokens, 8, 256, 7168, 256).pdl for tokens in (128, 136)] == [True, False]
-    assert [plan_of("mixed int4", tokens, 8, 256, 7168, 256).pdl for tokens in (16, 128, 136)] == [True, True, False]
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        *((kind, 4096) for kind in ("e4m3", "e4m3 blocks", "int8 plain", "mixed int4", "mixed e2m1", "as_stored")),
+        # of few programs that come early, multiprocessors get uneven numbers
+        ("int4 groups as int8", 8),
+    ],
+)
+def test_launches_overlap_up_to_some_rows_per_expert(kind: str, last: int) -> None:
+    for capability in (90, 100, 120):
+        for tokens, overlaps in ((1, True), (last, True), (last + 1, False)):
+            assert plan_of(kind, tokens, 8, 256, 7168, 256, capability=capability).pdl == overlaps
+    assert not plan_of(kind, 1, 8, 256, 7168, 256, capability=80).pdl
+
+
+def test_launches_that_make_e4m3_of_e2m1_do_not_overlap() -> None:
+    assert not plan_of("e2m1 as e4m3", 1, 8, 256, 7168, 256).pdl
 
 
 def test_few_tiles_share_loops() -> None:

@@ -13,7 +13,7 @@ from moe_core import GATED, Claims, MoEActivation, any_device, cuda
 from moe_core.torch_experts import TorchExperts
 
 class Mine(TorchExperts):
-    protocol_version = 2
+    protocol_version = 3
     claims = Claims(
         devices=(any_device(),), keys=((None, None),), activations=frozenset({MoEActivation.SILU}),
         dtypes=frozenset({torch.float32}), expert_map=False, activation_limit=False, cuda_graph=False,

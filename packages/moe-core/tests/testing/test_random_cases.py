@@ -26,7 +26,7 @@ from moe_core.torch_experts import TorchExperts
 
 
 class Some(TorchExperts):
-    protocol_version = 2
+    protocol_version = 3
     claims = Claims(
         devices=(any_device(),),
         keys=((None, None), (kFp8Static128BlockSym, kFp8Dynamic128Sym)),

@@ -68,7 +68,7 @@ def _not_mxfp8(key: QuantKey | None) -> str | None:
 #: activations.
 SCHEME = SchemeSpec(
     name="fp8",
-    protocol=2,
+    protocol=3,
     package="moe-fp8",
     backend_enum=Fp8MoeBackend,
     order=_order,

@@ -71,7 +71,7 @@ def of_type(dtype: QuantDtype, other: str) -> Callable[[QuantKey | None], str | 
 #: int8 weights, and int4 weights with int8 activations
 SCHEME = SchemeSpec(
     name="int8",
-    protocol=2,
+    protocol=3,
     package="moe-int8",
     backend_enum=Int8MoeBackend,
     order=_order,

@@ -207,7 +207,6 @@ class TileFunctions(NamedTuple):
     load_b: Any
     multiply: Any
     scale_acc: Any = None
-    prefetch_b: Any = None
     accumulate: tl.constexpr = FLOAT32
 
 
@@ -316,8 +315,6 @@ def grouped_gemm(gemm: Gemm) -> None:
     functions = b.functions(config)
     if a.load_a is not None:
         functions = functions._replace(load_a=a.load_a)
-    if functions.prefetch_b is not None and not (b.aligned and b.k % 16 == 0):
-        functions = functions._replace(prefetch_b=None)
     if config.uniform:
         functions = functions._replace(multiply=uniform(functions.multiply))
     subtiles, block_k = order.block_m // config.block_m, b.block_k

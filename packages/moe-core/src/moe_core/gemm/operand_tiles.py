@@ -1,6 +1,6 @@
 """How tiles of operands without scales of their own are read.
 
-Weights with one element per byte (or more): what `open_b`, `load_b` and `prefetch_b` share.  Activations: bfloat16,
+Weights with one element per byte (or more): what `open_b` and `load_b` share.  Activations: bfloat16,
 float16 or float32 [rows, K], or codes.
 """
 
@@ -10,12 +10,6 @@ import triton
 import triton.language as tl
 
 from moe_core.jit.casts import downcast
-from moe_core.jit.prefetch import prefetch_bulk
-
-# bytes of each weight row that are asked for ahead of time
-PREFETCH = tl.constexpr(1024)
-# bytes of a step of block-major weights of 8 bits
-STEP = tl.constexpr(128)
 
 
 @triton.jit
@@ -83,17 +77,6 @@ def weight_tile(
         else:
             tile = b_desc.load([(first + k * strides[1]) // SHARED, 0]).reshape(rows.shape[0], BLOCK_K)
     return tile
-
-
-@triton.jit
-def prefetch_rows(rows, inside, size, strides, step=STEP):
-    """Ask for the first `size` bytes of a tile's rows in L2 (sm_90 and newer; all multiples of 16 bytes).
-
-    strides: `step_strides` of the weights.  Of block-major rows only the first `step` bytes, those of a step: requests
-    cost more than they gain.
-    """
-    size = tl.minimum(size, tl.where(strides[1] == 0, PREFETCH, step))
-    prefetch_bulk(rows, tl.where(inside, size, 0))
 
 
 @triton.jit

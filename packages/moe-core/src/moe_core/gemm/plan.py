@@ -44,8 +44,7 @@ class TileConfig:
 class TilePlan:
     """Launch configurations of a layer's two GEMMs.
 
-    ``pdl``: programmatic dependent launch, which pays where launches are a good part of the time; else programs that
-    come early only take bandwidth.
+    ``pdl``: programmatic dependent launch, with which launches overlap.
     """
 
     gemm1: TileConfig

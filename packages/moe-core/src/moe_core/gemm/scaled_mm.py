@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.gemm.operand_tiles import load_values, prefetch_rows, step_strides, weight_rows, weight_tile
+from moe_core.gemm.operand_tiles import load_values, step_strides, weight_rows, weight_tile
 from moe_core.gemm.schedule import expert_of
 from moe_core.gemm.swap_ab import as_column, as_row
 from moe_core.jit.casts import divide, divide_all, factor_e4m3, rounded, saturate
@@ -221,12 +221,6 @@ def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """Tile [BLOCK_N, BLOCK_K]."""
     return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K, state[4]), 0.0
-
-
-@triton.jit
-def prefetch_weights(state, K):
-    """Ask for the first columns of a tile's rows in L2 (sm_90 and newer; K and the rows are multiples of 16 bytes)."""
-    prefetch_rows(state[0], state[1], K, state[4])
 
 
 @triton.jit

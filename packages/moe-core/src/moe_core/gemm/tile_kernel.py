@@ -9,7 +9,6 @@ bias, activation, quantisation of the result and router weights.  A scheme passe
     load_a(state, k, BLOCK_K)                                   -> tile [BLOCK_M, BLOCK_K], scale
     open_b(b_args, expert, half, n, N, BLOCK_N)                 -> state of a weight tile, made once per half
     load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
-    prefetch_b(state, K)                                        prefetches the tile's first weights to L2; may be None
     multiply(acc, a, a_scale, b, b_scale, SWAP_AB)              -> acc
     scale_acc(acc, a_state, b_state, SWAP_AB)                   -> acc, once after the loop, where scales do not change
                                                                    along k; may be None
@@ -275,8 +274,6 @@ def grouped_gemm_kernel(
     b_state = functions.open_b(b_args, expert, 0, n, rows, BLOCK_N)
     up_state = functions.open_b(b_args, expert, 1 if DUAL else 0, n, rows, BLOCK_N)
     if PDL and not GEMM1:
-        if functions.prefetch_b is not None:
-            functions.prefetch_b(b_state, K)
         tl.extra.cuda.gdc_wait()
     a_state = functions.open_a(a_args, _rows(position, pair, top_k, A_ROWS), expert)
     steps = tl.cdiv(K, BLOCK_K)

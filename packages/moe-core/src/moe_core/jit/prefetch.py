@@ -9,29 +9,17 @@ from moe_core.jit.casts import INTERPRET
 
 
 @triton.jit
-def _ask(INSTRUCTION: tl.constexpr, pointers, size):
-    """Start INSTRUCTION for $1, each of `pointers`, and $2, its `size`, where that is not 0."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred %p; setp.ne.s32 %p, $2, 0; @%p " + INSTRUCTION + "; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def prefetch_l2(pointers, inside):
     """Ask for the sector of each of `pointers` where `inside` (of that shape, or a scalar) is not 0.
 
     CUDA only: elsewhere nothing.
     """
     if not INTERPRET and tl.target_info.is_cuda():
-        _ask("prefetch.global.L2 [$1]", pointers, inside + tl.zeros(pointers.shape, tl.int32))
-
-
-@triton.jit
-def prefetch_bulk(pointers, size):
-    """Ask for `size` bytes from each of `pointers` on (sm_90 and newer; all multiples of 16 bytes)."""
-    _ask("cp.async.bulk.prefetch.L2.global [$1], $2", pointers, size)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %p; setp.ne.s32 %p, $2, 0; @%p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [pointers.to(tl.int64), inside + tl.zeros(pointers.shape, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -30,7 +30,6 @@ from moe_core.kernel_api import (
     factor_e4m3,
     load_blocks,
     open_blocks,
-    prefetch_weights,
     quantize_group,
     scale_product,
     step_strides,
@@ -85,7 +84,7 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     return acc + product
 
 
-_TILE = TileFunctions(open_blocks, load_blocks, open_weights, load_weights, multiply, prefetch_b=prefetch_weights)
+_TILE = TileFunctions(open_blocks, load_blocks, open_weights, load_weights, multiply)
 #: weight blocks of the warp-specialised kernel
 HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 

@@ -121,7 +121,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
     """
     load_weights, multiplied = _GROUPS[0 if group_size == -1 else 1 if group_size == 128 else 2]
     base = INT8_ZERO if zero_points else INT8
-    tile = base.tile._replace(load_a=LOAD_PARTS[2], load_b=load_weights, prefetch_b=None, multiply=multiplied)
+    tile = base.tile._replace(load_a=LOAD_PARTS[2], load_b=load_weights, multiply=multiplied)
     if group_size != -1:
         tile = tile._replace(
             open_b=_OPEN_GROUPS_SUMS if zero_points else open_groups,

@@ -24,7 +24,6 @@ from moe_core.kernel_api import (
     join_last,
     open_weights,
     per_word,
-    prefetch_rows,
     step_bytes,
     wait_for_mma,
     weight_tile,
@@ -119,12 +118,6 @@ def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
 
 
 @triton.jit
-def prefetch_words(state, K):
-    """Ask for the first columns of a tile's rows in L2."""
-    prefetch_rows(state[0], state[1], tl.cdiv(K, 128) * 64, state[4], 64)
-
-
-@triton.jit
 def multiply_words(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
     """acc + a @ b.T"""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
@@ -141,6 +134,6 @@ def multiply_words(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 #: e4m3 activations with e2m1 weights
 E2M1 = replace(
     E4M3,
-    tile=E4M3.tile._replace(open_b=open_words, load_b=load_words, multiply=multiply_words, prefetch_b=prefetch_words),
+    tile=E4M3.tile._replace(open_b=open_words, load_b=load_words, multiply=multiply_words),
     packed=8,
 )

@@ -50,7 +50,6 @@ _TILE = TileFunctions(
     device.load_weights,
     device.multiply_codes,
     device.scale_acc,
-    device.prefetch_weights,
 )
 #: what gemm1 leaves of h, see `moe_core.gemm.launch.Result`
 _AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}

@@ -8,6 +8,7 @@ thresholds are in docs/design.  No Triton here: plans are data.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from moe_core.gemm.heuristics.decoded import decoded_plan
@@ -22,7 +23,10 @@ __all__ = ["KERNELS", "Family", "LayerProblem", "gemv_plan", "launch_plan"]
 
 #: the state of the kernels that configurations are for: raised where one of them changes so that what was measured
 #: before (`moe tune`) says nothing of it any more
-KERNELS = 8
+KERNELS = 9
+#: rows per expert, in the mean, up to which launches overlap (PDL): with more, they are a small part of the time, and
+#: programs that come early take room from the kernel before them; pairs, where int4 weights become int8
+OVERLAPPING_ROWS, OVERLAPPING_PAIRS = 128, 64
 
 _HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as_stored": decoded_plan}
 
@@ -31,10 +35,16 @@ _HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as
 def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     """The plan of a layer for ``tokens``: the one look-up of every family."""
     heuristic = _HEURISTICS[problem.family]
-    if problem.batch_invariant:
-        return invariant_plan(heuristic, problem, tokens)
-    plan = heuristic(problem, tokens)
-    return plan if problem.may_split else plan.unsplit()
+    plan = invariant_plan(heuristic, problem, tokens) if problem.batch_invariant else heuristic(problem, tokens)
+    return replace(plan if problem.may_split else plan.unsplit(), pdl=_overlaps(problem, tokens))
+
+
+def _overlaps(problem: LayerProblem, tokens: int) -> bool:
+    if problem.family == "scaled_mm" and problem.element in ("int4", "e2m1"):
+        few = problem.element == "int4" and tokens * problem.top_k <= OVERLAPPING_PAIRS
+    else:
+        few = problem.rows_per_expert(tokens) <= OVERLAPPING_ROWS
+    return few and problem.capability >= 90
 
 
 @lru_cache(maxsize=4096)

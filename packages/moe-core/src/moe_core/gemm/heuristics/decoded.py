@@ -40,7 +40,7 @@ def decoded_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         warps = 8 if tiles * gemm2_steps * gemm1_split <= RESIDENT else 4
         gemm1 = swapped(16, warps, 4, group=1, split=gemm1_split)
         gemm2 = swapped(16, warps, 2 if gemm2_steps <= 2 else 3, group=1, split=gemm2_split)
-        return TilePlan(gemm1, gemm2, gemm1_split > 1 or (tokens * problem.top_k <= 64 and gemm2_steps > 2))
+        return TilePlan(gemm1, gemm2)
     if mean <= 24:
         # four products of a step, or scales of its columns, take the registers of four warps
         wide = as_stored and (problem.group_size == 32 or (stepwise and problem.element == "e2m1"))

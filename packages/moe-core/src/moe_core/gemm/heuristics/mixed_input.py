@@ -17,7 +17,6 @@ from dataclasses import replace
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
-    DEPENDENT,
     MAX_PARTIALS,
     RESIDENT,
     Limits,
@@ -194,9 +193,7 @@ def _few_rows(problem: LayerProblem, tokens: int) -> TilePlan:
         elif gemm1_split > 1:
             # four stages take the room of a fourth program, which parts of a loop need
             gemm1 = replace(gemm1, num_stages=3)
-    few_programs = eight_rows or gemm2_tiles <= 2 * RESIDENT_4
-    dependent = pairs <= (DEPENDENT if eight_rows else 64) and few_programs
-    return TilePlan(gemm1, gemm2, problem.may_split and dependent)
+    return TilePlan(gemm1, gemm2)
 
 
 def _fits_16_rows(tiles: int, split: int) -> bool:

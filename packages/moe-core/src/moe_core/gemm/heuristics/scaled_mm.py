@@ -12,7 +12,6 @@ from moe_core.gemm.heuristics.decoded import decoded_plan
 from moe_core.gemm.heuristics.problem import LayerProblem
 from moe_core.gemm.heuristics.tiles import (
     BLOCK_N,
-    DEPENDENT,
     RESIDENT,
     expected_tiles,
     lacks_shared_memory,
@@ -67,13 +66,11 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
         return TilePlan(
             swapped(rows, 4, gemm1_stages, group=1, split=gemm1_split, block_n=block),
             swapped(rows, 4, gemm2_stages, group=1, split=gemm2_split, block_n=block),
-            gemm1_split > 1 or tokens * problem.top_k <= (DEPENDENT if capability == 90 else 64),
         )
     few = TileConfig(64, block, 8, 4, 1 if mean <= 64 else 8, tma=True)
     if capability != 90:
         return TilePlan(few, TileConfig(64, block, 4, 3, 8, tma=True) if mean > 64 else few)
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
-    # No dependent launch: persistent programs that come early take room from the kernel before them.
     many = TileConfig(128, block, 8, 3, _group_m(problem), warp_specialised=True)
     gemm1_short, gemm2_short = _short_tiles(problem, mean)
     if mean <= max(48, min(FEW_ROWS, FEW_ELEMENTS / problem.intermediate_size)):
@@ -112,7 +109,6 @@ def _short_tiles(problem: LayerProblem, mean: float) -> tuple[bool, bool]:
 
 def _small_shared_plan(mean: float, block: int, capability: int) -> TilePlan:
     """The product as it is, with two stages."""
-    pdl = capability >= 90
     if mean <= 24:
         config = TileConfig(16, block, 4, 2)
     elif not capability:
@@ -122,7 +118,7 @@ def _small_shared_plan(mean: float, block: int, capability: int) -> TilePlan:
         config = TileConfig(32, block, 8 if block >= 128 else 4, 2, 8)
     else:
         config = TileConfig(64, block, 8, 2, 8)
-    return TilePlan(config, config, pdl)
+    return TilePlan(config, config)
 
 
 def _e2m1_plan(problem: LayerProblem, tokens: int) -> TilePlan:

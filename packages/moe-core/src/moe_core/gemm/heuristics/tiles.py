@@ -13,8 +13,6 @@ BLOCK_N = 128
 MAX_PARTIALS = 528 * 16 * 2 * 128
 #: programs of eight warps that 132 multiprocessors hold at a time, two each
 RESIDENT = 264
-#: pairs up to which tiles of few rows of the tile kernel gain by dependent launches on sm_90
-DEPENDENT = 1024
 
 
 def steps_of(columns: int, depth: int = 128) -> int:
@@ -80,4 +78,4 @@ def small_shared_plan(
     mean = problem.rows_per_expert(tokens)
     rows = min(16 if mean <= 12 else 32 if mean <= 24 else 64, most)
     config = swapped(rows, warps[rows // 32], 2, group=1 if rows == 16 else 8, tma=False)
-    return TilePlan(config, config, problem.capability >= 90)
+    return TilePlan(config, config)
