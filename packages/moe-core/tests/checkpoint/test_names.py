@@ -38,6 +38,9 @@ ENDS = (
     "input_linear.weight",
     "gate_proj.weight",
     "gate_proj.7.weight_scale",
+    "gate_up.7.qweight",
+    "down.7.qweight",
+    "down.weight",
     "",
     "0.up_proj.weight\n",
 )
@@ -78,7 +81,13 @@ def test_names_of_single_tools() -> None:
             projection,
             f"model.layers.3.{name.partition('.')[0]}",
         )
-    assert parse_name("model.layers.3.mlp.gate_proj.weight") is None
+    for name, projection in (("gate_up.7.qweight", "gate_up"), ("down.7.g_idx", "down")):  # GPTQModel's gpt-oss
+        numbered = parse_name(f"model.layers.3.mlp.experts.{name}")
+        assert numbered is not None
+        assert (numbered.expert, numbered.projection, numbered.suffix) == (7, projection, name.rpartition(".")[2])
+    # the short names alone say nothing
+    for name in ("experts.gate_up.qweight", "experts.down", "experts.7.down.qweight", "gate_proj.weight"):
+        assert parse_name(f"model.layers.3.mlp.{name}") is None
 
 
 def test_one_tensor_under_two_names() -> None:

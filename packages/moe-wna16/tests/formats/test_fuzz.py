@@ -92,5 +92,20 @@ def folder(name: str) -> Folder:
     return Folder(lambda: tensors_of(name), {**CONFIG, **SIZES, "quantization_config": FORMATS[name][2]})
 
 
+#: gpt-oss of GPTQModel: gate and up rows in turns in one matrix, biases
+GPT_OSS = Folder(
+    lambda: Codes(**ZERO).in_turns(gptq),
+    {
+        "model_type": "gpt_oss",
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "hidden_size": SIZES["hidden_size"],
+        "intermediate_size": SIZES["moe_intermediate_size"],
+        "swiglu_limit": 7.0,
+        "quantization_config": {**FORMATS["gptq asym"][2], "desc_act": False},
+    },
+)
+
+
 class TestFuzz(FuzzTests):
-    folders = {name: folder(name) for name in FORMATS}
+    folders = {**{name: folder(name) for name in FORMATS}, "gpt-oss": GPT_OSS}

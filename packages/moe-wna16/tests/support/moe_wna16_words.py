@@ -116,6 +116,20 @@ class Codes:
                     found.setdefault(f"{PREFIX}.{projection}.{suffix}", []).append(tensor)
         return {name: torch.stack(tensors).contiguous() for name, tensors in found.items()}
 
+    def in_turns(self, write: Callable[[Matrix, int], Tensors]) -> Tensors:
+        """As GPTQModel keeps gpt-oss: ``gate_up.<e>`` with row 2i of gate and 2i + 1 of up, ``down.<e>``, biases."""
+        found: Tensors = {}
+        for expert, one in enumerate(self.matrices):
+            gate, up, down = one["gate"], one["up"], one["down"]
+            q, z, s = (
+                torch.stack((getattr(gate, name), getattr(up, name)), dim=1).flatten(0, 1) for name in ("q", "z", "s")
+            )
+            for projection, matrix in (("gate_up", Matrix(q, z, s, gate.g_idx)), ("down", down)):
+                rows = torch.arange(len(matrix.q), dtype=torch.float16)
+                for suffix, tensor in {**write(matrix, self.bits), "bias": rows + expert}.items():
+                    found[f"{PREFIX}.{projection}.{expert}.{suffix}"] = tensor.contiguous().clone()
+        return found
+
 
 # ------------------------------------------------------------------ words
 

@@ -282,7 +282,9 @@ def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str,
         if len(tensors) < len(experts):
             expert = next(expert for expert in experts if expert not in tensors)
             other, there = next(iter(tensors.items()))
-            missing = there.replace(f".experts.{other}.", f".experts.{expert}.")
+            # behind the prefix the first number is the expert's, with a projection before or after it
+            begin, _, end = there[len(found.prefix) :].partition(f".{other}.")
+            missing = f"{found.prefix}{begin}.{expert}.{end}"
             raise CheckpointError(f"{missing} is missing in {checkpoint.path} ({there} is there)")
         names[key] = tuple(map(tensors.__getitem__, experts))
     return names

@@ -87,22 +87,28 @@ def is_transposed(layer: LayerExperts) -> bool:
 def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
     """Whether gate and up lie in one tensor whose rows are theirs in turns: gate 0, up 0, gate 1, … (gpt-oss).
 
-    ``blocks``: it is a tensor that gpt-oss alone is known to have.  What no family describes is a relative then; it
-    raises CheckpointError for a model of another family, of which nobody says how its rows lie.
+    ``blocks``: it is a tensor that gpt-oss alone is known to have, as those are that GPTQModel names
+    ``experts.gate_up.<e>``.  What no family describes is a relative then; it raises CheckpointError for a model of
+    another family, of which nobody says how its rows lie.
     """
     if "gate_up" not in layer.projections:
         return False
     types = list(model_types(layer.checkpoint.config))
     if "gpt_oss" in types:
         return True
+    name = layer.name(0, "gate_up", layer.suffixes("gate_up")[0])
+    numbered = name.startswith(f"{layer.prefix}.gate_up.")
+    if not (blocks or numbered):
+        return False
     relatives = (None, family_of("gpt_oss"))
     other = next((name for name in types if isinstance(name, str) and family_of(name) not in relatives), None)
-    if blocks and other is not None:
+    if other is not None:
+        found = "gate_up.<expert>" if numbered else "gate_up_proj_blocks"
         raise CheckpointError(
-            f"{layer.checkpoint.path}: {layer.prefix} has gate_up_proj_blocks, as gpt-oss, but its model_type is "
+            f"{layer.checkpoint.path}: {layer.prefix} has {found}, as gpt-oss, but its model_type is "
             f"{other!r}: whether gate and up rows lie in turns, as gpt-oss's, is not known"
         )
-    return blocks
+    return True
 
 
 def gate_rows_first(rows: Tensor, dim: int = 0) -> Tensor:

@@ -3,7 +3,7 @@
 ::
 
     <prefix>.experts.<expert>.<projection>.<suffix>       one tensor per expert
-    <prefix>.experts.<projection>.<expert>.<suffix>       the same
+    <prefix>.experts.<projection>.<expert>.<suffix>       the same (GPTQModel's gpt-oss: ``gate_up`` and ``down``)
     <prefix>.experts.<projection>[_<suffix>|.<suffix>]    one tensor [E, ...] for all of them
 
 ``<prefix>`` ends with the block's own name (``model.layers.3.mlp``, ``….block_sparse_moe``, ``….mixer``,
@@ -31,9 +31,15 @@ PROJECTIONS = {
     "w13": "gate_up",
 }
 
+# short names that stand before an expert's number alone
+_BEFORE_NUMBERS = {**PROJECTIONS, "gate_up": "gate_up", "down": "down"}
+
 _NAMED = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
+_NUMBERED = "|".join(sorted(_BEFORE_NUMBERS, key=len, reverse=True))
 _PER_EXPERT = re.compile(rf"(?P<experts>.+\.experts)\.(?P<expert>[0-9]{{1,6}})\.(?P<proj>{_NAMED})\.(?P<suffix>.+)")
-_BY_PROJECTION = re.compile(rf"(?P<experts>.+\.experts)\.(?P<proj>{_NAMED})\.(?P<expert>[0-9]{{1,6}})\.(?P<suffix>.+)")
+_BY_PROJECTION = re.compile(
+    rf"(?P<experts>.+\.experts)\.(?P<proj>{_NUMBERED})\.(?P<expert>[0-9]{{1,6}})\.(?P<suffix>.+)"
+)
 _STACKED = re.compile(rf"(?P<experts>.+\.experts)\.(?P<proj>{_NAMED})(?:[._](?P<suffix>.+))?")
 # blocks that have no part called experts: Granite's, and Step's, whose projections have usual names
 _BARE = re.compile(
@@ -70,7 +76,7 @@ def parse_name(name: str) -> ExpertName | None:
         match, projections = _BARE.fullmatch(name), _BARE_PROJECTIONS
     else:
         match = _PER_EXPERT.fullmatch(name) or _BY_PROJECTION.fullmatch(name) or _STACKED.fullmatch(name)
-        projections = PROJECTIONS
+        projections = _BEFORE_NUMBERS
     if match is None or _ASIDE.search(name):
         return None
     indices = _LAYER.findall(match["experts"])

@@ -89,7 +89,9 @@ class SlicedExperts(LayerExperts):
                         f"{size} each: expected a multiple of {axis.unit}, or to be read whole and cut"
                     )
                 each = -(-size // axis.unit)
-                ranges = ((2 * first, 2 * last),) if interleaved else ((first, last), (each + first, each + last))
+                ranges = ((first, last), (each + first, each + last))
+                if interleaved:  # entries are counted over the rows of both
+                    ranges = ((2 * begin // axis.unit, -(-2 * end // axis.unit)),)
             slices[projection, suffix] = _Slice(axis.dim, ranges)
         own = {item.name: getattr(layer, item.name) for item in fields(LayerExperts)}
         return SlicedExperts(**own, _slices=slices)

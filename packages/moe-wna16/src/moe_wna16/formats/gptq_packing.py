@@ -6,6 +6,10 @@
 ``scales``  float     [groups, N]
 ``g_idx``   int32     [K]                  the group of each column; AutoRound writes none
 ==========  ========  ===================  =====================================================================
+
+Of gpt-oss, GPTQModel (until 2026) keeps gate and up as one linear module of an expert, ``experts.gate_up.<e>``, whose
+rows are those of the model: row 2i is gate i, row 2i + 1 up i, in the ``bias`` [2N], too; beside it
+``experts.down.<e>``.
 """
 
 from __future__ import annotations

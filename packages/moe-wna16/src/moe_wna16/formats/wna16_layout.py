@@ -38,6 +38,8 @@ from moe_core.format_api import (
     check_expert_tensor,
     check_stated_shape,
     checked,
+    gate_rows_first,
+    is_interleaved,
     load_checked,
     module_name,
     refuse_zero_points,
@@ -61,6 +63,8 @@ class WNA16Storage(ExpertStorage):
     - ``ordered``: the config says that columns are grouped in another order, so that ``g_idx`` must be there
     """
 
+    interleaved = True
+
     packing: Packing
     group: int
     symmetric: bool
@@ -76,7 +80,7 @@ class WNA16Storage(ExpertStorage):
         pre_scaled = packing.pre_scale is not None and any(layer.has(p, packing.pre_scale) for p in layer.projections)
         key = key.with_group(1, self.group).with_scale_dtype(_scale_dtype(layer, packing.scale))
         key = replace(key, permuted=columns.permuted, pre_scaled=pre_scaled)
-        return WNA16Layout(layer, key, self.activation, self, columns)
+        return WNA16Layout(layer, key, self.activation, self, columns, is_interleaved(layer))
 
 
 def _scale_dtype(layer: LayerExperts, suffix: str) -> torch.dtype:
@@ -88,10 +92,11 @@ def _scale_dtype(layer: LayerExperts, suffix: str) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class WNA16Layout(QuantizedLayout):
-    """How the layer's matrices lie, and which ``columns`` share scales."""
+    """How the layer's matrices lie, and which ``columns`` share scales; ``mixed``: gate and up rows are in turns."""
 
     storage: WNA16Storage
     columns: ColumnGroups
+    mixed: bool = False
 
     # ------------------------------------------------------------------ names, shapes and dtypes
 
@@ -189,6 +194,10 @@ class WNA16Layout(QuantizedLayout):
 
     # ------------------------------------------------------------------ values
 
+    @property
+    def interleaved(self) -> bool:
+        return self.mixed
+
     def axes(self, projection: str) -> Mapping[str, Axes]:
         layer, packing, group = self.layer, self.storage.packing, self.storage.group
         found: dict[str, Axes] = {"bias": (StoredAxis(0), None)}
@@ -232,17 +241,22 @@ class WNA16Layout(QuantizedLayout):
     ) -> Asking[dict[str, Tensor]]:
         layer, storage, packing, key = self.layer, self.storage, self.storage.packing, self.weight_key
         rows, cols = matrices.sizes[projections[0]]
+        mixed = self.mixed and "gate_up" in projections
+
+        def in_order(values: Tensor) -> Tensor:
+            return gate_rows_first(values, dim=1) if mixed else values
 
         def finite(suffix: str, arrange: Callable[[Tensor], Tensor]) -> Asking[Tensor]:
-            return checked(layer, projections, suffix, Values.FINITE, arrange=arrange)
+            return checked(layer, projections, suffix, Values.FINITE, arrange=lambda found: in_order(arrange(found)))
 
-        tensors = {name: (yield from self._codes(projections, cols, experts))}
+        tensors = {name: (yield from self._codes(projections, cols, experts, in_order))}
         tensors[f"{name}_scale"] = yield from finite(
             packing.scale, lambda found: packing.scales(found, rows).to(key.scale.dtype)
         )
         if not storage.symmetric and packing.zero is not None:
-            arrange = partial(packing.zeros, rows=rows)
-            tensors[f"{name}_zero_point"] = yield Stack(projections, packing.zero, arrange=arrange)
+            tensors[f"{name}_zero_point"] = yield Stack(
+                projections, packing.zero, arrange=lambda found: in_order(packing.zeros(found, rows))
+            )
         else:
             self._check_symmetric(projections, rows, cols, experts)
         if key.permuted:
@@ -260,15 +274,17 @@ class WNA16Layout(QuantizedLayout):
             tensors[f"{name}_bias"] = yield from finite("bias", Tensor.float)
         return tensors
 
-    def _codes(self, projections: tuple[str, ...], cols: int, experts: Sequence[int]) -> Asking[Tensor]:
-        """Canonical codes; in bytes of four bits, those that are no such code are refused."""
+    def _codes(
+        self, projections: tuple[str, ...], cols: int, experts: Sequence[int], in_order: Callable[[Tensor], Tensor]
+    ) -> Asking[Tensor]:
+        """Canonical codes, rows ``in_order``; in bytes of four bits, those that are no such code are refused."""
         packing = self.storage.packing
 
         def arrange(found: Tensor) -> Tensor:
             bad = packing.refused_codes(found)
             if bad is not None and bool(bad.any()):
                 raise BadValuesError("", int(bad.sum()), found.numel())
-            return packing.codes(found, cols)
+            return in_order(packing.codes(found, cols))
 
         try:
             return (yield Stack(projections, packing.weight, arrange=arrange))
@@ -372,6 +388,9 @@ class WNA16Layout(QuantizedLayout):
                 continue
             row, column = (int(i) for i in lost.nonzero()[0])
             part, rows = divmod(row, lost.shape[0] // len(projections))
+            if self.mixed and projections == ("gate_up",):  # as the file has them
+                is_up, pair = divmod(rows, lost.shape[0] // 2)
+                rows = 2 * pair + is_up
             names = [layer.name(experts[slot], projections[part], suffix) for suffix in (packing.scale, packing.weight)]
             raise CheckpointError(
                 f"{names[0]} is 0 where {names[1]} is not ({int((lost != 0).sum())} weights, first row {rows}, column "

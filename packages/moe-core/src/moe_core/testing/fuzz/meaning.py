@@ -151,6 +151,7 @@ SYNONYMS, _TOP = (
 
 #: matrices whose tensors an expert's name may hold
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.(?:(gate_up_proj|gate_proj|up_proj)|(down_proj))\..*", re.DOTALL)
+_NUMBERED = re.compile(r".*\.experts\.(gate_up|down)\.(\d+)\..*", re.DOTALL)
 _STACKED = re.compile(r".*\.experts\.(?:(gate_up_proj)|(down_proj)).*", re.DOTALL)
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MIXTRAL = re.compile(r"\.(w[123])\.")
@@ -258,9 +259,11 @@ def _of_tensor(name: str, old: StoredTensor | None, new: StoredTensor | None, nu
         return
     if old is None or new is None:
         return
-    one, stacked = _EXPERT.fullmatch(name), _STACKED.fullmatch(name)
+    one, numbered, stacked = (pattern.fullmatch(name) for pattern in (_EXPERT, _NUMBERED, _STACKED))
     if one is not None:
         first, experts = one[2] is not None, [int(one[1])]
+    elif numbered is not None:
+        first, experts = numbered[1] == "gate_up", [int(numbered[2])]
     elif stacked is not None:
         first, experts = stacked[1] is not None, list(range(num_experts))
     else:

@@ -82,8 +82,10 @@ def _first_two(tensors: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]
     """More of them find nothing else, and take longer."""
     found = {}
     for name, tensor in tensors.items():
-        expert = name.partition(".experts.")[2].partition(".")[0]
-        if not expert.isdecimal():
+        # an expert's number is the first part or, behind its projection, the second
+        parts = name.partition(".experts.")[2].split(".")[:2]
+        expert = next(filter(str.isdecimal, parts), None)
+        if expert is None:
             found[name] = tensor[:2].clone() if tensor.shape[:1] == (experts,) else tensor.clone()
         elif int(expert) < 2:
             found[name] = tensor.clone()
