@@ -65,6 +65,8 @@ KNOWN_SCHEMES = {
 KNOWN_QUANT_METHODS = {
     "fp8": "fp8",
     "mxfp8": "fp8",
+    "w8a8_fp8": "fp8",
+    "w8a8_int8": "int8",
     "mxfp4": "mxfp4",
     "gptq": "wna16",
     "awq": "wna16",

@@ -122,7 +122,11 @@ def test_what_one_file_leaves_out_is_the_others(tmp_path: Path) -> None:
         ({"quant_method": "mxfp4"}, {"act_bits": 8}, "act_bits is 8, an entry of gptq or awq or auto-round"),
         ({"quant_method": "fp8"}, {"config_groups": GROUPS}, "an entry of compressed-tensors or modelopt, but"),
         (MODELOPT, {"global_quant_config": {"weight": {}}}, "an entry of quark, but"),
-        ({"quant_method": "quark"}, {"activation_scheme": "static"}, "an entry of fp8 or mxfp8 or auto-round, but"),
+        (
+            {"quant_method": "quark"},
+            {"activation_scheme": "static"},
+            "an entry of fp8 or mxfp8 or auto-round or w8a8_int8 or w8a8_fp8, but",
+        ),
     ],
 )
 def test_entries_that_contradict_each_other(tmp_path: Path, config: Json, also: Json, message: str) -> None:

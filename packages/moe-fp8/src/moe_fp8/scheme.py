@@ -130,8 +130,12 @@ SCHEME = SchemeSpec(
         "moe_fp8.formats.mxfp8:AutoRoundMxfp8Format",
         "moe_fp8.formats.auto_round:AutoRoundFp8Format",
         "moe_fp8.formats.quark:QuarkFp8Format",
+        "moe_fp8.formats.w8a8_fp8:SglangFp8Format",
     ),
-    quant_methods=("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "intel/auto-round", "quark"),
+    quant_methods=(
+        *("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "intel/auto-round", "quark"),
+        "w8a8_fp8",
+    ),
     quickstart="moe_fp8.quickstart:write_checkpoint",
     online=ONLINE,
     kinds=(

@@ -39,6 +39,7 @@ FORMATS: dict[str, tuple[Group, dict[str, Any]]] = {
         MX,
         {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "act_bits": 8, "act_data_type": "mx_fp"},
     ),
+    "sglang": (PER_CHANNEL, {"quant_method": "w8a8_fp8", "is_dynamic": False, "ignore": ["re:visual.*"]}),
     "quark": (
         PER_CHANNEL,
         {

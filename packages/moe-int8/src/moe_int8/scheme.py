@@ -92,8 +92,9 @@ SCHEME = SchemeSpec(
         "moe_int8.formats.compressed_tensors:CompressedTensorsInt8Format",
         "moe_int8.formats.modelopt:ModelOptInt8Format",
         "moe_int8.formats.quark:QuarkInt8Format",
+        "moe_int8.formats.w8a8_int8:SglangInt8Format",
     ),
-    quant_methods=("compressed-tensors", "modelopt", "quark"),
+    quant_methods=("compressed-tensors", "modelopt", "quark", "w8a8_int8"),
     quickstart="moe_int8.quickstart:write_checkpoint",
     online=ONLINE,
     kinds=(

@@ -35,6 +35,7 @@ FORMATS: dict[str, tuple[int, dict[str, Tensor], dict[str, Any]]] = {
         {"input_scale": torch.tensor(0.5)},
         {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
     ),
+    "sglang": (8, {}, {"quant_method": "w8a8_int8", "is_dynamic": True, "ignore": ["lm_head"]}),
     "quark": (
         8,
         STATIC,

@@ -140,12 +140,14 @@ FACTS = (
 )
 
 _INTEGERS = ("gptq", "awq", "auto-round")
+_SGLANG = ("w8a8_int8", "w8a8_fp8")
 #: entries that only some tools write: beside the name of another they contradict it
 OWNERS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("quant_algo", "quantized_layers"), ("modelopt",)),
     **dict.fromkeys(("global_quant_config", "layer_quant_config", "layer_type_quant_config"), ("quark",)),
     "config_groups": ("compressed-tensors", "modelopt"),
-    **dict.fromkeys(("weight_block_size", "activation_scheme"), ("fp8", "mxfp8", "auto-round")),
+    "weight_block_size": ("fp8", "mxfp8", "auto-round"),
+    "activation_scheme": ("fp8", "mxfp8", "auto-round", *_SGLANG),
     **dict.fromkeys(("dynamic", "extra_config", "desc_act", "checkpoint_format"), _INTEGERS),
     **dict.fromkeys(("act_bits", "act_data_type"), (*_INTEGERS, "fp8")),
 }

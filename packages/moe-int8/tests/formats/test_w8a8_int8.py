@@ -1,0 +1,77 @@
+"""What SGLang reads as w8a8_int8, and what of it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_core.quant_key import kInt8DynamicTokenSym, kInt8StaticChannelSym
+from moe_core.testing.checkpoints import (
+    PER_CHANNEL,
+    PREFIX,
+    Experts,
+    N,
+    check,
+    int8_codes,
+    reason_against,
+    refused,
+    source,
+)
+from moe_int8.formats.w8a8_int8 import SglangInt8Format
+
+CONFIG: dict[str, Any] = {"quant_method": "w8a8_int8"}
+
+
+def experts() -> Experts:
+    return Experts(PER_CHANNEL, make=int8_codes)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"is_dynamic": True, "ignore": ["lm_head"], "packed_modules_mapping": {"model": {"qkv_proj": ["q_proj"]}}},
+        {"is_dynamic": False, "ignore": None},
+        {"activation_scheme": "dynamic"},
+        {"quant_description": {f"{PREFIX}.0.up_proj.weight": "INT8_PER_CHANNEL", "lm_head.weight": "FLOAT"}},
+    ],
+    ids=["nothing", "dynamic", "not dynamic", "scheme", "description"],
+)
+def test_channels_with_tokens(tmp_path: Path, stated: dict[str, Any]) -> None:
+    found = source(tmp_path, experts().tensors(), {**CONFIG, **stated})
+    assert found.format.name == "SGLang W8A8 INT8"
+    check(found, experts(), kInt8StaticChannelSym, kInt8DynamicTokenSym)
+
+
+def test_scales_in_the_models_type(tmp_path: Path) -> None:
+    found = source(tmp_path, experts().tensors(torch.Tensor.bfloat16), CONFIG)
+    check(found, experts(), kInt8StaticChannelSym, kInt8DynamicTokenSym)
+
+
+def test_scales_of_a_tensor_are_none_of_channels(tmp_path: Path) -> None:
+    tensors = experts().tensors(lambda scale: scale[0])
+    refused(tmp_path, tensors, CONFIG, f"{PREFIX}.0.gate_proj.weight_scale has shape [1], expected [{N}, 1]")
+
+
+def test_offsets_of_ascends_tools(tmp_path: Path) -> None:
+    tensors = experts().tensors(extra={"input_offset": torch.zeros(1)})
+    refused(tmp_path, tensors, CONFIG, f"{PREFIX}.0.gate_proj.input_offset is F32: no INT8 format has such a tensor")
+
+
+def test_weights_that_are_e4m3(tmp_path: Path) -> None:
+    refused(tmp_path, Experts(PER_CHANNEL).tensors(), CONFIG, "weight has dtype float8_e4m3fn, expected int8")
+
+
+def test_static_activations(tmp_path: Path) -> None:
+    config = {**CONFIG, "activation_scheme": "static"}
+    reason = reason_against(SglangInt8Format(), tmp_path, experts().tensors(), config)
+    assert reason == "activation_scheme is 'static', expected 'dynamic'"
+
+
+def test_entries_of_another_tool(tmp_path: Path) -> None:
+    """compressed-tensors' config_groups say what this name leaves no choice of."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+    message = "an entry of compressed-tensors or modelopt, but config.json: quantization_config.quant_method is 'w8a8_"
+    refused(tmp_path, experts().tensors(), {**CONFIG, "config_groups": groups}, message)
