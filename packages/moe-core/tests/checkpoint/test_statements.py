@@ -64,11 +64,16 @@ GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "zp_dtyp
             {"quantization_config": {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}},
             {"quantization_config": {"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}},
         ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "moe_quant_algo": "NVFP4"}},
+            {"hf_quant_config": {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}}},
+        ),
         ({"quantization_config": {"quant_method": "acme", "quant_algo": "FP8", "config_groups": 3}}, {}),
     ],
     ids=[
         *("left out", "synonyms", "entries that decide nothing", "older names", "versions of a tool", "letter case"),
-        *("both names", "text part", "packing", "unknown tool"),
+        *("both names", "text part", "packing", "experts of another tool"),
+        "unknown tool",
     ],
 )
 def test_what_agrees(tmp_path: Path, config: Json, beside: Json) -> None:

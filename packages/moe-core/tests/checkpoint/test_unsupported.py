@@ -85,6 +85,9 @@ def test_quantisations(tmp_path: Path, kind: str, only_plain: Registry) -> None:
         read_layer(checkpoint, plugins=only_plain)
     error = caught.value
     assert f"{PREFIX} is quantised as {name}" in error.message
+    stored = {part.rpartition("down_proj.")[2] for part in tensors if f"{PREFIX}.0.down_proj." in part}
+    assert f"(tensors {min(stored)} " in error.message
+    assert all(f" {suffix} " in error.message for suffix in stored)
     for part in ("which is not supported", "GPTQ", "MXFP4", "--quantize"):
         assert part in error.message
     assert "plain 16-bit (plain)" in error.details

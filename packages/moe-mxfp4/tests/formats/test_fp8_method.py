@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,46 @@ def test_codes_that_nothing_says_are_fp4(tmp_path: Path) -> None:
     refused(tmp_path, Experts().tensors(plain), FP8, f"{PREFIX}.0.gate_proj.weight has", **SIZES)
     quantization = {**FP8, "store_dtype": "nvfp4"}
     refused(tmp_path, Experts().tensors(plain), quantization, "store_dtype is 'nvfp4', expected 'fp8'", **SIZES)
+
+
+NVFP4: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "group_size": 16, "moe_quant_algo": "NVFP4"}
+LAYERS = {"layers.0.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}}
+
+
+def nvfp4(matrix: Pairs) -> Tensors:
+    """As ModelOpt makes it of DeepSeek-V4: codes, e4m3 scales of 16 columns, a scale of the whole."""
+    rows, cols = matrix.q.shape
+    one = torch.tensor(0.5)
+    return {
+        "weight": pairs(matrix.q),
+        "weight_scale": torch.ones(rows, cols // 16).to(torch.float8_e4m3fn),
+        "weight_scale_2": one,
+        "input_scale": one,
+    }
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["config.json alone", "hf_quant_config.json beside"])
+@pytest.mark.parametrize("stated", [{"expert_dtype": "fp4"}, {}], ids=["fp4", "no expert_dtype"])
+def test_deepseek_v4_as_nvfp4(tmp_path: Path, stated: dict[str, Any], beside: bool) -> None:
+    """ModelOpt's entries beside quant_method fp8 are the experts', which are named as what they are."""
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    tensors = {
+        f"layers.0.ffn.experts.{e}.{names[n]}.{suffix}": tensor
+        for e in range(3)
+        for n, matrix in Experts().matrices[e].items()
+        for suffix, tensor in nvfp4(matrix).items()
+    }
+    quantization = {**FP8, **({} if beside else {**NVFP4, "quantized_layers": LAYERS}), "moe_quant_algo": "NVFP4"}
+    if beside:
+        manifest = {"producer": {"name": "modelopt"}, "quantization": {**NVFP4, "quantized_layers": LAYERS}}
+        del manifest["quantization"]["moe_quant_algo"]  # type: ignore[attr-defined]
+        tmp_path.joinpath("hf_quant_config.json").write_text(json.dumps(manifest))
+    found = "layers.0.ffn.experts is quantised as NVFP4 (tensors input_scale F32, weight U8, weight_scale F8_E4M3, "
+    refused(tmp_path, tensors, quantization, found, "which is not supported; read are", "MXFP4", **SIZES, **stated)
+
+
+def test_layers_that_modelopt_has_left_in_mxfp4(tmp_path: Path) -> None:
+    experts = Experts()
+    tensors = experts.tensors(lambda matrix: deepseek(matrix, "scale"))
+    quantization = {**FP8, **NVFP4, "quantized_layers": LAYERS, "expert_dtype": "fp4"}
+    check(source(tmp_path, tensors, quantization, **SIZES), experts)

@@ -61,7 +61,8 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
     foreign = unsupported_quantization(quantization, stored) if plain is None else None
     if foreign is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: {layer.prefix} is quantised as {foreign}, which is not supported; {INSTEAD}",
+            f"{checkpoint.path}: {layer.prefix} is quantised as {foreign} ({_stored_as(stored)}), "
+            f"which is not supported; {INSTEAD}",
             details="\n".join(text for _, text in reasons),
         )
     if refusals:
@@ -105,6 +106,12 @@ def _ask(
     if not isinstance(found, ExpertLayout | str):
         raise TypeError(f"resolve returned {found!r}, expected an ExpertLayout or a text")
     return adapter, found
+
+
+def _stored_as(stored: Mapping[str, str]) -> str:
+    """A projection's tensors by suffix, with their types: "tensors weight U8, weight_scale F8_E4M3"."""
+    listed = [f"{suffix} {kind}" for suffix, kind in stored.items()]
+    return "tensors " + ", ".join((*listed[:6], *["…"] * (len(listed) > 6)))
 
 
 def _weight_dtype(layer: LayerExperts) -> str:

@@ -106,6 +106,9 @@ def _fact(*names: str, means: Callable[[object], object] = _same, tools: Sequenc
     return Fact(dict.fromkeys(names, means), frozenset(tools))
 
 
+#: beside another tool's ``quant_method``: the algorithm by which ModelOpt quantised the experts (DeepSeek-V4's)
+OF_EXPERTS = "moe_quant_algo"
+
 #: everything at the top level of a tool's settings that some format reads
 FACTS = (
     _fact("quant_method", "method", means=tool),
@@ -123,7 +126,7 @@ FACTS = (
     *(
         _fact(name, means=_lower)
         for name in (
-            *("quant_algo", "fmt", "scale_fmt", "expert_dtype", "store_dtype"),
+            *("quant_algo", OF_EXPERTS, "fmt", "scale_fmt", "expert_dtype", "store_dtype"),
             *("activation_scheme", "data_type", "act_data_type"),
             *("checkpoint_format", "format", "packing_format", "pack_dtype"),
         )
@@ -228,10 +231,12 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
                     )
     if named not in _TOOLS:
         return
+    # ModelOpt's experts in the model of another tool: its entries are said of these
+    known = {named, "modelopt"} if any(s.entries.get(OF_EXPERTS) is not None for s in found) else {named}
     for statement in found:
         for name, owners in OWNERS.items():
             value = statement.entries.get(name)
-            if value is not None and named not in owners:
+            if value is not None and known.isdisjoint(owners):
                 raise CheckpointError(
                     f"{folder}: {statement.where}.{name} is {short(value)}, an entry of {' or '.join(owners)}, but "
                     f"{_where_named(found)} is {method!r}: these contradict each other, expected entries of one tool"

@@ -75,7 +75,7 @@ def unsupported_quantization(quantization: Mapping[str, Any], stored: Mapping[st
     for row, what in _SUFFIXES:
         if stored.keys() >= set(row):
             return what
-    if stored.keys() >= {"weight_scale", "weight_scale_2"} and stored.get("weight") == "U8":
+    if stored.keys() >= {"weight_scale", "weight_scale_2"} and stored.get("weight") in ("U8", "I8"):
         return NVFP4
     method = str(quantization.get("quant_method", "")).lower()
     if method == "auto-round" and str(quantization.get("data_type", "")).startswith("nv_fp"):

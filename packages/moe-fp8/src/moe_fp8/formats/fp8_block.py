@@ -29,9 +29,10 @@ _ACCEPTED: Mapping[str, tuple[object, ...]] = {
     "fmt": ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"),
     "expert_dtype": ("fp8", None),
     "store_dtype": ("fp8", None),
+    "moe_quant_algo": (None, "fp8"),
     "activation_scheme": ("dynamic", "static"),
 }
-_OF_EXPERTS = ("expert_dtype", "store_dtype")
+_OF_EXPERTS = ("expert_dtype", "store_dtype", "moe_quant_algo")
 
 
 class Fp8BlockFormat(QuantizedFormat):

@@ -9,7 +9,8 @@ DeepSeek-V4  ``expert_dtype: fp4``           ``weight`` int8 [N, K/2]          `
 MiMo         ``store_dtype: mxfp4``          ``weight`` uint8 [N, K/2]         ``weight_scale``
 ===========  ==============================  ================================  ===============================
 
-``expert_dtype`` stands among the settings or at config.json's top level.  Activations are in 16 bits, unless quantised
+``expert_dtype`` stands among the settings or at config.json's top level, and stays "fp4" where ModelOpt has made NVFP4
+of the experts (``moe_quant_algo``), whose second scale tells them apart.  Activations are in 16 bits, unless quantised
 ones are asked for; DeepSeek's own code quantises them to FP8.
 """
 
@@ -37,6 +38,10 @@ class Fp8MethodMxfp4Format(QuantizedFormat):
         stored = {layer.stored_dtype(projection, "weight") for projection in layer.projections}
         if not stored <= {"I8", "U8"}:
             return f"weights are {' and '.join(sorted(stored))}, expected two codes in a byte (I8 or U8)"
+        second = next((p for p in sorted(layer.projections) if layer.has(p, "weight_scale_2")), None)
+        if second is not None:
+            found = layer.name(0, second, "weight_scale_2")
+            return f"{found} is there, as NVFP4 has it, expected e8m0 scales alone"
         for name, value in _MEANS.items():
             if str(quantization.get(name, config.get(name))).lower() == value:
                 return Mxfp4Storage(None, f"MXFP4 weights: {name} is {value!r}", scale="scale")
