@@ -327,13 +327,15 @@ def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = Fal
 class KernelWeights(TensorRecord):
     """Weights in one backend's own layout, with the quant config that describes them.
 
-    ``extra`` holds whatever else the backend keeps per layer (permutations, locks …).
+    ``extra`` holds whatever else the backend keeps per layer (permutations, locks …).  ``arrangement``: in words, by
+    name (w13, w2), what sizes of tensors follow from beside the layer and its keys, where such a thing is.
     """
 
     w13: Tensor
     w2: Tensor
     quant_config: FusedMoEQuantConfig
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    arrangement: Mapping[str, str] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "w13", self.w13
@@ -361,14 +363,22 @@ class KernelWeights(TensorRecord):
             w2=own(self.w2),
             quant_config=self.quant_config.map(own),
             extra={name: own(tensor) for name, tensor in self.extra.items()},
+            arrangement=self.arrangement,
         )
 
     def copy_(self, other: KernelWeights) -> None:
         """Overwrite every tensor in place, so that captured CUDA graphs see the new weights.
 
-        All or nothing: raises TensorError, before anything is written, where names, shapes or dtypes differ, and for
-        a tensor that cannot be read, or written.
+        All or nothing: raises TensorError, before anything is written, where arrangements, names, shapes or dtypes
+        differ, and for a tensor that cannot be read, or written.
         """
+        for name in sorted({*self.arrangement, *other.arrangement}):
+            expected, found = (kept.arrangement.get(name, "columns as they come") for kept in (self, other))
+            if found != expected:
+                raise TensorError(
+                    f"{name} of the new weights has {found}, expected {expected}: the layer's memory is for these; "
+                    "make a new layer of the weights"
+                )
         mine, theirs = dict(self.tensors()), dict(other.tensors())
         if mine.keys() != theirs.keys():
             raise TensorError(f"new weights hold {sorted(theirs)}, the layer holds {sorted(mine)}")

@@ -9,6 +9,7 @@ import torch
 from moe_core import (
     FusedMoEActivationFormat,
     FusedMoEConfig,
+    TensorError,
     kFp8DynamicTokenSym,
     kInt4Static,
     kInt4Static32Asym,
@@ -19,6 +20,7 @@ from moe_core.gemm.workspaces import BEFORE_GEMM2
 from moe_core.jit.launch import record
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import call_on_meta, experts_specimens
+from moe_core.testing.data import make_weights
 from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinW4AFp8Experts, MarlinWNA16Experts
 
 STANDARD, BATCHED = FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED
@@ -51,6 +53,35 @@ def test_single_columns_are_compiled():
         assert indices == [torch.int32] * 2
         factors |= {None if pre_scales is None else pre_scales.dtype for *_, pre_scales, _ in gemms}
     assert factors == {None, torch.float32}
+
+
+def test_reloading_another_activation_order():
+    """Groups of any sizes take the same memory; whole ones take less, which is told by what it comes from."""
+    key = replace(kInt4Static.with_group(1, 64), permuted=True)
+    config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=128, intermediate_size=256)
+    experts = MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=DeviceInfo.parse("sm90"))
+    ragged, other = (make_weights(config, key, None, seed=seed) for seed in (0, 1))
+    shuffled = torch.stack([torch.randperm(256, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3)])
+    scale = ragged.w2_scale[:, :, :4].contiguous()
+    whole = replace(ragged, w2_g_idx=(shuffled // 64).to(torch.int32), w2_scale=scale)
+    layer, another, least = (experts.convert(weights) for weights in (ragged, other, whole))
+    layer.copy_(another)
+    assert all(torch.equal(tensor, dict(another.tensors())[name]) for name, tensor in layer.tensors())
+    before = {name: tensor.clone() for name, tensor in layer.tensors()}
+    filled = "groups that are not all of 64 columns, filled up to 512 columns"
+    with pytest.raises(TensorError) as caught:
+        layer.copy_(least)
+    assert str(caught.value) == (
+        "w2 of the new weights has columns in an activation order (g_idx) of whole groups of 64, expected columns in "
+        f"an activation order (g_idx) of {filled}: the layer's memory is for these; make a new layer of the weights"
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors())
+    with pytest.raises(TensorError, match=r"w2 of the new weights has columns in an activation order \(g_idx\) of gro"):
+        least.copy_(layer)
+    plain = replace(key, permuted=False)
+    ordered = MarlinWNA16Experts(config, weight_key=plain, activation_key=None, device=DeviceInfo.parse("sm90"))
+    with pytest.raises(TensorError, match="w13 of the new weights has columns as they come, expected columns in an"):
+        layer.copy_(ordered.convert(make_weights(config, plain, None, seed=0)))
 
 
 @pytest.mark.parametrize(

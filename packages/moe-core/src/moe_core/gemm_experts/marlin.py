@@ -69,7 +69,20 @@ class MarlinExperts(GroupedExperts):
                 w2_bias=weights.w2_bias,
             ),
             extra={name: tensor for name, tensor in extra.items() if tensor is not None},
+            arrangement={
+                name: self._activation_order(name, made.index)
+                for name, made in (("w13", w13), ("w2", w2))
+                if made.index is not None
+            },
         )
+
+    def _activation_order(self, name: str, index: Tensor) -> str:
+        """How the columns of ``name``, w13 or w2, stand by their groups; ``index`` [E, columns] of them."""
+        size, places = self.quantized_key.group_size, index.shape[1]
+        order = "columns in an activation order (g_idx)"
+        if places == self.sizes(name)[1]:
+            return f"{order} of whole groups of {size}"
+        return f"{order} of groups that are not all of {size} columns, filled up to {places} columns"
 
     @property
     def quantized_key(self) -> QuantKey:
