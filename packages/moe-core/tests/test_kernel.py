@@ -311,6 +311,23 @@ def test_weights_are_brought_into_rows_before_conversion() -> None:
     assert oracle.convert(selection, weights).w13 is weights.w13
 
 
+def test_other_weights_are_taken_from_the_next_call_on() -> None:
+    kernel, other = make(ToyExperts), make(ToyExperts)
+    other.weights = other.experts.convert(toy_weights(CONFIG, seed=9))
+    x, _, weights, ids = inputs()
+    before = kernel.apply(x, topk_weights=weights, topk_ids=ids)
+    begun = kernel.start(x, topk_weights=weights, topk_ids=ids)
+    kernel.weights = other.weights
+    expected = other.apply(x, topk_weights=weights, topk_ids=ids)
+    assert not torch.equal(before, expected)
+    assert torch.equal(kernel.apply(x, topk_weights=weights, topk_ids=ids), expected)
+    # a call that had begun has those that it began with
+    assert torch.equal(begun.result(), before)
+    with pytest.raises(ConfigError, match="weights is MoEWeights, expected what oracle.convert returns: KernelWeights"):
+        kernel.weights = toy_weights(CONFIG)  # type: ignore[assignment]
+    assert kernel.weights is other.weights
+
+
 def test_routing_on_another_device_is_named() -> None:
     x, _, weights, ids = inputs()
     with pytest.raises(TensorError, match="topk_ids is on meta, hidden_states on cpu"):

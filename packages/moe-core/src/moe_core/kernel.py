@@ -70,10 +70,7 @@ class FusedMoEKernel:
     ) -> None:
         if not isinstance(experts, FusedMoEExperts):
             raise ConfigError(f"experts is {experts!r}, expected an instance of FusedMoEExperts")
-        if not isinstance(weights, KernelWeights):
-            raise ConfigError(
-                f"weights is {type(weights).__name__}, expected what oracle.convert returns: KernelWeights"
-            )
+        self.weights = weights
         if isinstance(experts, FusedMoEExpertsModular):
             if prepare_finalize is None:
                 raise ConfigError(f"{type(experts).__name__} is modular and needs prepare_finalize")
@@ -98,7 +95,6 @@ class FusedMoEKernel:
         if experts.config.batch_invariant and prepare_finalize and not prepare_finalize.claims.batch_invariant:
             raise ConfigError(f"{type(prepare_finalize).__name__} does not claim to be batch invariant, the layer is")
         self.experts = experts
-        self.weights = weights
         self.prepare_finalize = prepare_finalize
         self._captured_workspaces: tuple[Workspace, ...] = ()
         self.workspace = workspace
@@ -115,6 +111,24 @@ class FusedMoEKernel:
     @property
     def config(self) -> FusedMoEConfig:
         return self.experts.config
+
+    @property
+    def weights(self) -> KernelWeights:
+        """The weights in the layout of the experts' backend.
+
+        Setting others lets go of the old ones, and of what earlier calls have made of them, at once.  CUDA graphs that
+        were captured go on reading the old ones' memory: :meth:`KernelWeights.copy_` overwrites these in place.
+        """
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: KernelWeights) -> None:
+        if not isinstance(weights, KernelWeights):
+            raise ConfigError(
+                f"weights is {type(weights).__name__}, expected what oracle.convert returns: KernelWeights"
+            )
+        self._weights = weights
+        self._replay = Replay(weights)
 
     @property
     def lora(self) -> LoRAWeights | None:
@@ -176,7 +190,7 @@ class FusedMoEKernel:
     def _register(self) -> None:
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
-        self._replay = Replay(self.weights, (None, None, None))
+        self._replay = Replay(self._weights)
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
         """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
@@ -274,7 +288,7 @@ class FusedMoEKernel:
         return KernelCall(
             experts,
             movement,
-            self.weights,
+            self._weights,
             self.reduce,
             workspace,
             output,
@@ -287,12 +301,12 @@ class FusedMoEKernel:
 
     def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
         """The records of calls as they are now."""
-        if not self._replay.fits(self.weights, experts, movement):
+        if not self._replay.fits(self._weights, experts, movement):
             # of a call whose tokens cross ranks only the experts' own launches are recorded here
             shares = movement.collective or movement.stateless
             self._replay = Replay(
-                self.weights,
-                (self.weights, experts, movement),
+                self._weights,
+                (self._weights, experts, movement),
                 alike=lambda: (
                     (experts.launch_key, type(movement)) if shares and experts.launch_key is not None else None
                 ),
@@ -365,7 +379,7 @@ class FusedMoEKernel:
 
     def _checked(self, hidden_states: Tensor, output: Tensor | None) -> Tensor:
         """Where the result goes, beside hidden states that fit the layer."""
-        check_hidden_states(hidden_states, self.experts.config, self.weights.device)
+        check_hidden_states(hidden_states, self.experts.config, self._weights.device)
         if output is None:
             return self._new_output(hidden_states)
         check_output(output, hidden_states, self.config, self._output_rows(hidden_states))
@@ -383,7 +397,7 @@ class FusedMoEKernel:
 
     def _scratch(self) -> Workspace:
         """The layer's workspace, or one of this call's own."""
-        return self.workspace if self.workspace is not None else Workspace(self.weights.device)
+        return self.workspace if self.workspace is not None else Workspace(self._weights.device)
 
     def _modular_parts(self) -> tuple[FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular]:
         experts, movement = self.experts, self.prepare_finalize
@@ -447,7 +461,7 @@ class FusedMoEKernel:
             self.experts.apply(
                 partial,
                 hidden_states,
-                self.weights,
+                self._weights,
                 router_logits=router_logits.contiguous(),
                 correction_bias=None if correction_bias is None else correction_bias.contiguous(),
                 expert_map=None if expert_map is None else expert_map.contiguous(),

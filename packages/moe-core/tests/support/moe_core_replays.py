@@ -23,14 +23,8 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch, *, computes: bool = False) -
     made = Launch.of
 
     def of(kernel: Any, grid: Any, args: Any, keywords: Any, compiled: Any = None) -> Launch:
-        launch = made(kernel, grid, args, keywords)
-
-        def run(gx: int, gy: int, gz: int, *rest: Any) -> None:
-            if computes:  # behind the stream, the function, and what Triton's hooks would get
-                values = zip(launch.arguments, launch.arguments.values(), rest[6:], strict=True)
-                arguments = {name: _at_address(first, value) for name, first, value in values}
-                kernel[gx, gy, gz](**arguments, **launch.options)
-
+        # as the compiled kernel, what computes nothing keeps no tensor of the launch
+        run = _computing(kernel, made(kernel, grid, args, keywords)) if computes else lambda *arguments: None
         stand_in = SimpleNamespace(run=run, function=0, packed_metadata=())
         return made(kernel, grid, args, keywords, stand_in)
 
@@ -39,6 +33,18 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch, *, computes: bool = False) -
     monkeypatch.setattr("moe_core.replay._SHARED", {})
     monkeypatch.setattr("moe_core.replay._current_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+def _computing(kernel: Any, launch: Launch) -> Callable[..., None]:
+    """What the interpreted kernel does, as a compiled one is started; ``launch``: the one that was recorded."""
+
+    def run(gx: int, gy: int, gz: int, *rest: Any) -> None:
+        # behind the stream, the function, and what Triton's hooks would get
+        values = zip(launch.arguments, launch.arguments.values(), rest[6:], strict=True)
+        arguments = {name: _at_address(first, value) for name, first, value in values}
+        kernel[gx, gy, gz](**arguments, **launch.options)
+
+    return run
 
 
 def _at_address(first: Any, value: Any) -> Any:
