@@ -26,7 +26,11 @@ def finalize_pairs(acc, epilogue, result, N, expert, exists, pair, token, column
 
 @triton.jit
 def store_zeros(result, N, token, columns):
-    """out[token] = 0: no pair of the token has an expert here."""
+    """out[token] = 0: no pair of the token has an expert here.
+
+    Needs no wait for the launch before (`moe_core.jit.pdl`), which writes no result and reads nothing of such a token;
+    all launches before that one have ended.
+    """
     # of the columns' layout
     zeros = (columns * 0).to(result.out.dtype.element_ty)
     tl.store(result.out + token * result.stride + columns, zeros, mask=columns < N)
