@@ -63,12 +63,7 @@ class Call:
         )
 
     def quantize(
-        self,
-        rows: QuantizeRows,
-        in_use: InUse | None = None,
-        *,
-        positions: Tensor | None = None,
-        by_expert: bool = False,
+        self, rows: QuantizeRows, in_use: InUse | None = None, positions: Tensor | None = None, by_expert: bool = False
     ) -> None:
         """Quantise ``rows``, by pair or others ``in_use``, by a launch of its own; see `quantize_rows`."""
         x_scale = None if positions is None else self.x_scale
@@ -89,6 +84,10 @@ class Call:
         special = weight.warp_specialised
         reads = special is not None and weight.matrix is not None and self.plan.block_m in special.rows
         return config.warp_specialised and reads and self.adapters is None
+
+    def quantized(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Scratch memory for the values and scales of ``name``: "x", "h" or "sorted"."""
+        return self.workspace[f"{name}_values"], self.workspace.get(f"{name}_scales")
 
     def partials(self, split: int, columns: int) -> Tensor:
         """[pairs * split, columns] float32 of programs that share k loops."""

@@ -64,11 +64,10 @@ class GroupScheme(ActivationScheme):
         return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
 
     def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
-        work, scatters = call.workspace, self._scatters(call)
+        scatters = self._scatters(call)
         if call.x_scale is not None and not scatters:
             return call.order(), self.rows(call.x, call.x_scale, call.by_token)
-        prefix = "sorted" if scatters else "x"
-        values, scales = work[f"{prefix}_values"], work.get(f"{prefix}_scales")
+        values, scales = call.quantized("sorted" if scatters else "x")
         job = QuantizeRows(call.x, values, scales, self.quantize, self.group, (values,))
         order = call.order_and_quantize(job, scatters)
         return order, self.rows(values, scales, "position" if scatters else call.by_token)
@@ -79,14 +78,13 @@ class GroupScheme(ActivationScheme):
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 
     def result(self, call: Call) -> Result:
-        work = call.workspace
         if call.adapters is not None:
             # gemm2's adapters read h before it is quantised
-            return Result.of(work["h"], block=constant(self.block))
-        values = work["h_values"]
+            return Result.of(call.workspace["h"], block=constant(self.block))
+        values, scales = call.quantized("h")
         return Result.of(
             values,
-            work.get("h_scales"),
+            scales,
             quantize=self.quantize,
             quant_args=(values,),
             groups=constant(1 if self.scale_dtype is None else self.block // self.group),
@@ -94,14 +92,13 @@ class GroupScheme(ActivationScheme):
         )
 
     def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
-        work = call.workspace
+        values, scales = call.quantized("h")
         if call.adapters is not None:
             # every group of every pair is a row here
-            wide, values = work["h"][: call.pairs].view(-1, self.group), work["h_values"].view(-1, self.group)
-            scales = work["h_scales"].view(-1)
-            job = QuantizeRows(wide, values, scales, self.quantize, self.group, (values,))
-            call.quantize(job, ("all", ()))
-        rows, columns = self.rows(work["h_values"], work.get("h_scales"), which), call.w2.k
+            wide, groups = (each.view(-1, self.group) for each in (call.workspace["h"][: call.pairs], values))
+            of_groups = None if scales is None else scales.view(-1)
+            call.quantize(QuantizeRows(wide, groups, of_groups, self.quantize, self.group, (groups,)), ("all", ()))
+        rows, columns = self.rows(values, scales, which), call.w2.k
         if call.w13.interleaved and columns % self.block:
             # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
             return replace(rows, arguments=(*rows.arguments, columns))

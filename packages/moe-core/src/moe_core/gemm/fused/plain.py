@@ -94,7 +94,7 @@ class PlainScheme(ActivationScheme):
             return call.order(), self._gathered(call, "x", x, columns)
         if rows is None:
             return call.order(), self._plain(call, x, columns, call.by_token, call.w2.n, padded_rows=False)
-        values, scales = call.workspace["x_values"], call.workspace.get("x_scales")
+        values, scales = call.quantized("x")
         job = rows.job(x[:, : columns.k], values, scales, first=True)
         scatters = rows.by_expert and call.by_token == "token"
         order = call.order_and_quantize(job, scatters, by_expert=rows.by_expert)
@@ -109,12 +109,10 @@ class PlainScheme(ActivationScheme):
             return self._gathered(call, "h", h, columns)
         if rows is None:
             return self._plain(call, h, columns, which, present, padded_rows=not present % TILE)
-        values, scales = call.workspace["h_values"], call.workspace.get("h_scales")
+        values, scales = call.quantized("h")
         in_sorted = "sorted", (order.offsets[call.routing.num_experts :],)
-        call.quantize(
-            rows.job(h[: call.pairs, : columns.k], values, scales, first=False),
-            None if which == call.by_pair else in_sorted,
-        )
+        job = rows.job(h[: call.pairs, : columns.k], values, scales, first=False)
+        call.quantize(job, None if which == call.by_pair else in_sorted)
         return self._quantized(call, values, scales, which, columns.k)
 
     # -------------------------------------------------------------- kinds of rows
@@ -126,7 +124,7 @@ class PlainScheme(ActivationScheme):
         gather_columns(source[:, :k], x, columns, call.routing, by_token=by_token, pdl=call.plan.pdl)
         if self.rows is None:
             return self._plain(call, x, columns, call.by_pair, k, padded_rows=True)
-        values, scales = call.workspace[f"{name}_values"], call.workspace.get(f"{name}_scales")
+        values, scales = call.quantized(name)
         call.quantize(self.rows.job(x[:, :k], values, scales, first=by_token))
         return self._quantized(call, values, scales, call.by_pair, k)
 

@@ -44,12 +44,7 @@ MAX_MEAN_ON_LOAD = 128
 #: of the activations' scales
 Granularity = Literal["token", "tensor", "static"]
 _TILE = TileFunctions(
-    device.open_values,
-    load_values,
-    device.open_weights,
-    device.load_weights,
-    device.multiply_codes,
-    device.scale_acc,
+    device.open_values, load_values, device.open_weights, device.load_weights, device.multiply_codes, device.scale_acc
 )
 #: what gemm1 leaves of h, see `moe_core.gemm.launch.Result`
 _AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}
@@ -82,14 +77,7 @@ class ScaledMMFunctions:
     flags_nan: bool = False
 
     def weight(
-        self,
-        weights: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        rows: int,
-        columns: int,
-        *,
-        extra: tuple[Any, ...] = (),
+        self, weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, extra: tuple[Any, ...] = ()
     ) -> GemmWeight:
         """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
 
@@ -194,7 +182,7 @@ class ScaledMMScheme(ActivationScheme):
         self,
         call: Call,
         values: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         which: Rows,
         nan_flags: Tensor | None = None,
         by_row: bool = True,
@@ -226,8 +214,7 @@ class ScaledMMScheme(ActivationScheme):
                 flags = work["x_amax"]
                 flagging = QuantizeRows(x, None, flags, device.row_nan_flags, whole_row(x.shape[1]))
             return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, flags, by_row=False)
-        prefix = "sorted" if scatters else "x"
-        values, scales = work[f"{prefix}_values"], work[f"{prefix}_scales"]
+        values, scales = call.quantized("sorted" if scatters else "x")
         if self.granularity == "tensor" and x.shape[0] > 1:
             order, amax, in_use = self._order_with_amax(call, scatters)
             call.quantize(self._job(x, values, scales, amax), in_use, positions=order.positions)
@@ -259,7 +246,7 @@ class ScaledMMScheme(ActivationScheme):
         self,
         x: Tensor,
         values: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         amax: tuple[Tensor | None, int] | None = None,
         static: Tensor | None = None,
     ) -> QuantizeRows:
@@ -287,9 +274,9 @@ class ScaledMMScheme(ActivationScheme):
         return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
 
     def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
-        work, amax = call.workspace, self._amax(call)
+        values, found = call.quantized("h")
         # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
-        values, wide, found = work["h_values"], self._h(call)[:, : call.w2.k], work["h_scales"]
+        wide, amax = self._h(call)[:, : call.w2.k], self._amax(call)
         if self._in_epilogue(call) and self.h_scale is not None:
             return self._rows(call, values, self.h_scale, which, amax, by_row=False)
         if self._quantizes_h_on_load(call) and amax is not None:
