@@ -8,8 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def word_pointers(pointers):
-    """`pointers` to 16-bit scales as pointers to the int32 words of two."""
-    return pointers.to(tl.pointer_type(tl.int32))
+    """`pointers` to 16-bit scales as pointers to the int32 words of two; others as they are."""
+    if pointers.dtype.element_ty.primitive_bitwidth == 16:
+        return pointers.to(tl.pointer_type(tl.int32))
+    else:
+        return pointers
 
 
 @triton.jit

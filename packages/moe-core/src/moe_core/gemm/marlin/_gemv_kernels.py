@@ -176,10 +176,7 @@ def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: 
     # beyond the last: that again
     words = b_args.words + base * b_args.stride_e + tl.minimum(rows, N - 1).to(tl.int64) * b_args.stride_n
     dtype: tl.constexpr = b_args.scales.dtype.element_ty
-    scales = b_args.scales
-    if dtype.primitive_bitwidth == 16:
-        scales = word_pointers(scales)
-    scales += base * b_args.scale_e + rows
+    scales = word_pointers(b_args.scales) + (base * b_args.scale_e + rows)
     if WAIT:
         line = tl.minimum(32 * tl.arange(0, BLOCK_W // 32), width - 1)
         prefetch_l2(words[:, None] + _in_steps(line, b_args.stride_k, form)[None, :], 1)

@@ -61,9 +61,7 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
     if b_args.stride_k is not None:
         place += step_strides(b_args.stride_n, b_args.stride_k)
     columns = half * N + n + tl.arange(0, BLOCK_N)
-    scales = b_args.scales
-    if PAIRED:
-        scales = word_pointers(scales)
+    scales = word_pointers(b_args.scales) if PAIRED else b_args.scales
     scales = scales + expert.to(tl.int64) * b_args.scale_e + columns * b_args.scale_n
     if PAIRED:
         # the pointers' type goes on saying what the halves of a word are
@@ -89,20 +87,11 @@ def open_rows(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def tile_words(
-    state,
-    b_desc,
-    k,
-    K,
-    BLOCK_K: tl.constexpr,
-    BITS: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr = True,
+    state, b_desc, k, K, BLOCK_K: tl.constexpr, BITS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr = True
 ):
     """int32 [BLOCK_N, words] of step k; beyond the last word 0, which meets zeros of the activations."""
     words = tl.cdiv(K * BITS, 32)
-    strides = None
-    if len(state[2]) > 1:
-        strides = state[2][1:]
+    strides = state[2][1:] if len(state[2]) > 1 else None
     return weight_tile(state[0], state[1], state[2][0], b_desc, k, words, BLOCK_K * BITS // 32, EVEN_N, EVEN_K, strides)
 
 
@@ -145,9 +134,7 @@ def _scales_of_step(state, k, GROUPS: tl.constexpr, EVEN_N: tl.constexpr):
     """Scales [BLOCK_N] of each of step k's GROUPS groups; `state` of `open_groups` or `open_pairs`."""
     dtype: tl.constexpr = state[3].dtype.element_ty
     PER_WORD: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
-    pointers = state[3]
-    if PER_WORD == 2:
-        pointers = word_pointers(pointers)
+    pointers = word_pointers(state[3])
     loaded = ()
     COUNT: tl.constexpr = (GROUPS + PER_WORD - 1) // PER_WORD
     first = k // PER_WORD if GROUPS == 1 else k * COUNT
