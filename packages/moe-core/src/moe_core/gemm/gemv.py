@@ -40,31 +40,21 @@ class Product:
     finalizes: bool = False
 
     def start(
-        self,
-        kernel: Any,
-        programs: int,
-        weight: tuple[Any, ...],
-        n: int,
-        k: int,
-        bias: Tensor | None,
-        form: tuple[Any, ...],
-        *others: Any,
-        **constants: Any,
+        self, kernel: Any, programs: int, weight: Any, b_args: tuple[Any, ...], form: tuple[Any, ...], **constants: Any
     ) -> None:
-        """With what all kernels get; ``weight``: the kernel's own arguments, `b_args`."""
+        """With what all kernels get; ``weight`` has ``n``, ``k`` and a ``bias``, ``b_args`` are the kernel's own."""
         launch(
             kernel,
             (programs,),
             Result.of(self.out),
             self.x,
             self.x.stride(0),
-            weight,
+            b_args,
             self.routing.arguments,
-            epilogue_of(bias, self.routing, self.activation),
-            n,
-            k,
+            epilogue_of(weight.bias, self.routing, self.activation),
+            weight.n,
+            weight.k,
             form,
-            *others,
             SECOND=self.activation is None,
             ALONG_M=self.config.along_m,
             pdl=self.pdl,

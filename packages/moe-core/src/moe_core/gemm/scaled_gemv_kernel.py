@@ -40,17 +40,21 @@ class ScaledGemvForm(NamedTuple):
     - ``summed``: so many products of e4m3, 1 to 8, are added up in float16 before they are in float32; 1 is exact
     - ``quantize``: of the tile kernel's form, for groups of ``group`` columns of the vector; None, and 0: one scale for
       all of it
+    - ``x_scales`` [E] of static activations, or None
     """
 
     codes: Any
     summed: gl.constexpr
     quantize: Any
     group: gl.constexpr
+    x_scales: Any
 
 
 @gluon.jit
-def _load_vectors(x, stride_x, first, K, VECTORS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
-    """float32 TILE of the vectors from row `first` on; row r is step r / VECTORS of vector r % VECTORS."""
+def _load_vectors(vectors, first, VECTORS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
+    """float32 TILE of `vectors`, (x, its row stride, K), from row `first` on; row r is step r / VECTORS of vector
+    r % VECTORS."""
+    x, stride_x, K = vectors
     row = first + gl.arange(0, TILE[0], layout=gl.SliceLayout(1, layout))
     column = (row // VECTORS)[:, None] * TILE[1] + gl.arange(0, TILE[1], layout=gl.SliceLayout(0, layout))[None, :]
     at = x + (row % VECTORS * stride_x)[:, None] + column
@@ -58,38 +62,28 @@ def _load_vectors(x, stride_x, first, K, VECTORS: gl.constexpr, TILE: gl.constex
 
 
 @gluon.jit
-def _row_scales(x, stride_x, x_scales, K, expert, codes, STEPS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
+def _row_scales(vectors, expert, form, STEPS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
     """The scales of whole vectors, of the shape and layout of `expert` [vectors]: static, or found from their largest
     magnitudes; NaN where codes can't say NaN."""
-    if x_scales is not None and codes.dtype.element_ty != gl.int8:
-        return gl.load(x_scales + expert)
+    if form.x_scales is not None and form.codes.dtype.element_ty != gl.int8:
+        return gl.load(form.x_scales + expert)
     else:
         VECTORS: gl.constexpr = expert.shape[0]
         bits = gl.zeros(TILE, gl.int32, layout)
         for row in range(0, STEPS * VECTORS, TILE[0]):
-            bits = gl.maximum(bits, magnitude_bits(_load_vectors(x, stride_x, row, K, VECTORS, TILE, layout)))
+            bits = gl.maximum(bits, magnitude_bits(_load_vectors(vectors, row, VECTORS, TILE, layout)))
         of_rows = gl.max(bits, axis=1)
         most = gl.max(of_rows.reshape([TILE[0] // VECTORS, VECTORS]), axis=0)
         most = gl.convert_layout(most, expert.type.layout)
-        if x_scales is None:
-            return scale_of_codes(most, codes)
+        if form.x_scales is None:
+            return scale_of_codes(most, form.codes)
         else:
-            return gl.where(most > INFINITY_BITS, float("nan"), gl.load(x_scales + expert))
+            return gl.where(most > INFINITY_BITS, float("nan"), gl.load(form.x_scales + expert))
 
 
 @gluon.jit
 def _store_vectors(
-    shared,
-    x,
-    stride_x,
-    x_scales,
-    scales,
-    K,
-    form,
-    STEPS: gl.constexpr,
-    VECTORS: gl.constexpr,
-    TILE: gl.constexpr,
-    layout: gl.constexpr,
+    shared, vectors, scales, form, STEPS: gl.constexpr, VECTORS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr
 ):
     """Quantise the vectors: codes to shared[0], as words of int8 or of float16, and scales of groups to shared[1]."""
     LANES: gl.constexpr = TILE[1] // 16
@@ -99,7 +93,7 @@ def _store_vectors(
         of_rows = of_rows.broadcast_to([TILE[0] // VECTORS, VECTORS]).reshape([TILE[0]])
         of_rows = gl.convert_layout(of_rows, gl.SliceLayout(1, layout))[:, None]
     for row in range(0, STEPS * VECTORS, TILE[0]):
-        values = _load_vectors(x, stride_x, row, K, VECTORS, TILE, layout)
+        values = _load_vectors(vectors, row, VECTORS, TILE, layout)
         if form.group != 0:
             GROUPS: gl.constexpr = TILE[1] // form.group
             groups = values.reshape([TILE[0] * GROUPS, form.group])
@@ -108,7 +102,7 @@ def _store_vectors(
             of_groups = gl.expand_dims(of_groups, 1).broadcast_to([TILE[0] * GROUPS, LANES // GROUPS])
             shared[1].index(row // TILE[0]).store(of_groups.reshape([TILE[0], LANES]))
             codes = codes.reshape(TILE)
-        elif x_scales is None:
+        elif form.x_scales is None:
             codes = saturate(divide(values, of_rows), form.codes)
         else:
             codes = saturate(divide_all(values, of_rows), form.codes)
@@ -214,9 +208,7 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
     numbers, scale = x
     words = _of_thread(words, layout)
     INTEGERS: gl.constexpr = form.codes.dtype.element_ty == gl.int8
-    part = acc
-    if form.group != 0:
-        part = gl.zeros(acc.shape, gl.int32 if INTEGERS else gl.float32, layout)
+    part = acc if form.group == 0 else gl.zeros_like(acc)
     sums = gl.zeros(acc.shape, gl.int32, layout)
     for word in gl.static_range(4):
         if INTEGERS:
@@ -273,7 +265,6 @@ def scaled_gemv_kernel(
     N,
     K,
     form,
-    x_scales,
     ROWS: gl.constexpr,
     LANES: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -288,7 +279,7 @@ def scaled_gemv_kernel(
     - row_args, SECOND and ALONG_M as in `locate_vector`, result and epilogue as in the tile kernel
     - VECTORS > 0, of gemm2: programs by token and ROWS rows, of all its VECTORS pairs at a time, whose results they add
       up: out[token]; groups of warps have a pair each
-    - x_scales [E] of static activations, or None; K is a multiple of 16
+    - K is a multiple of 16
     - b_args as `open_weights` of `moe_core.gemm.scaled_mm` has them, with steps of 128 columns; where columns have
       groups (weights, scales [E, rows of blocks, groups], the same strides of weights, scales' expert and row stride,
       rows of a block, a constant), gate and up each with its own last row of blocks
@@ -362,11 +353,9 @@ def scaled_gemv_kernel(
     for step in gl.static_range(DEPTH):
         ring += (_load_step(pointers, factors, step, column, lane, local, K, stride_k, form),)
     begin_pdl(PDL and SECOND)
-    x += vector_row * stride_x
-    scale = 0.0
-    if form.group == 0:
-        scale = _row_scales(x, stride_x, x_scales, K, expert, form.codes, STEPS, VECTOR, vector)
-    _store_vectors(shared, x, stride_x, x_scales, scale, K, form, STEPS, PAIRS, VECTOR, vector)
+    vectors = (x + vector_row * stride_x, stride_x, K)
+    scale = _row_scales(vectors, expert, form, STEPS, VECTOR, vector) if form.group == 0 else 0.0
+    _store_vectors(shared, vectors, scale, form, STEPS, PAIRS, VECTOR, vector)
     barrier()
     for k in range(0, STEPS, DEPTH):
         following = ()

@@ -90,7 +90,7 @@ class MarlinGemvLayer(GemvLayer):
             options |= _limit(matrix, product.x, config)
         options |= {"FINALIZE": product.finalizes}
         programs = product.routing.num_pairs * -(-rows // config.block_n)
-        product.start(kernel, programs, matrix.arguments, matrix.n, matrix.k, matrix.bias, form, **options)
+        product.start(kernel, programs, matrix, matrix.arguments, form, **options)
 
 
 def _limit(matrix: MarlinMatrix, x: Tensor, config: GemvConfig) -> dict[str, int]:
