@@ -81,8 +81,33 @@ def test_shares_that_part_groups_are_equal_by_finer_ones_or_uneven() -> None:
         "128 or 192, scales repeated for groups of 64x64",
         "64 or 256",
     ]
-    with pytest.raises(ConfigError, match="100 has 2 groups of 64 columns, too few for tp_size 3: spread the experts"):
-        cuts_of(100, 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "key", "tp", "equal", "groups", "fewer"),
+    [
+        (100, kFp8Static128BlockSym, 3, "it does not divide by that", 2, 2),
+        # of columns with a scale of their own there are 100
+        (100, kFp8StaticChannelSym, 3, "it does not divide by that", 2, 2),
+        # of groups of 32 there are five
+        (160, kMxfp4Static, 4, "equal shares of 40 columns part groups of 32", 3, 3),
+        # of words of two codes there are three
+        (6, kInt4Static, 2, "equal shares of 3 columns part groups of 2", 1, 1),
+        # 96 ranks have a column each
+        (96, kFp8StaticChannelSym, 97, "it does not divide by that", 2, 96),
+    ],
+)
+def test_too_many_ranks_are_told_what_there_is(
+    size: int, key: QuantKey, tp: int, equal: str, groups: int, fewer: int
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        column_cuts(size, key, None, tp)
+    assert str(caught.value) == (
+        f"tp_size {tp} cannot share an intermediate size of {size}: {equal}, and uneven shares are multiples of 64 "
+        f"columns, of which it has {groups}; the next smaller tp_size that can is {fewer}, or spread the experts "
+        "instead (ep_size)"
+    )
+    assert column_cuts(size, key, None, fewer)
 
 
 def test_columns_in_any_order_are_shared_as_they_are() -> None:

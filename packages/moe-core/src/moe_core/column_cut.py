@@ -59,37 +59,13 @@ def column_cuts(
 ) -> tuple[ColumnCut, ...]:
     """Ways of sharing ``size`` columns among ``tp_size`` ranks, by the largest share, then by how coarse groups stay.
 
-    Equal shares that part no group are the only way then.  Raises ConfigError where there are too few columns.
+    Equal shares that part no group are the only way then.  Raises ConfigError where there is no way: it says what equal
+    and uneven shares would be, and the next smaller number of ranks that has one.
     """
-    if tp_size == 1:
-        return (ColumnCut(((0, size),), weight_key, activation_key),)
-    each, left = divmod(size, tp_size)
-    unit = _unit(weight_key, activation_key)
-    if not left and each % unit == 0:
-        return (ColumnCut(_shares(tp_size, tp_size, each, size), weight_key, activation_key),)
-    # (what groups shall divide, if anything; what shares are multiples of, None: equal ones)
-    ways: list[tuple[int | None, int | None]] = [(UNEVEN, UNEVEN), (None, UNEVEN)]
-    ways += [] if left else [(each, None)]
-    found, finest = [], unit
-    for divisor, step in ways:
-        keys = (weight_key, activation_key)
-        if divisor is not None:
-            keys = _finer(weight_key, divisor), _finer(activation_key, divisor)
-        unit = math.lcm(_unit(*keys), step or 1)
-        finest = min(finest, unit)
-        if step is None and each % unit == 0:
-            ranges = _shares(tp_size, tp_size, each, size)
-        elif step is not None and -(-size // unit) >= tp_size:
-            ranges = _shares(-(-size // unit), tp_size, unit, size)
-        else:
-            continue
-        found.append(ColumnCut(ranges, *keys, refined=keys != (weight_key, activation_key)))
+    found = _ways(size, weight_key, activation_key, tp_size)
     if not found:
-        raise ConfigError(
-            f"an intermediate size of {size} has {-(-size // finest)} groups of {finest} columns, too few for tp_size "
-            f"{tp_size}: spread the experts instead (ep_size)"
-        )
-    return tuple(dict.fromkeys(sorted(found, key=lambda cut: (cut.sizes[0], cut.refined))))
+        raise ConfigError(_no_way(size, weight_key, activation_key, tp_size))
+    return found
 
 
 def plain_cut(cuts: tuple[ColumnCut, ...]) -> ColumnCut:
@@ -164,6 +140,54 @@ def share(count: int, size: int, rank: int) -> tuple[int, int]:
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
+
+
+def _ways(
+    size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
+) -> tuple[ColumnCut, ...]:
+    """As :func:`column_cuts`; empty where there is no way."""
+    if tp_size == 1:
+        return (ColumnCut(((0, size),), weight_key, activation_key),)
+    each, left = divmod(size, tp_size)
+    if not left and each % _unit(weight_key, activation_key) == 0:
+        return (ColumnCut(_shares(tp_size, tp_size, each, size), weight_key, activation_key),)
+    # (what groups shall divide, if anything; what shares are multiples of, None: equal ones)
+    ways: list[tuple[int | None, int | None]] = [(UNEVEN, UNEVEN), (None, UNEVEN)]
+    ways += [] if left else [(each, None)]
+    found = []
+    for divisor, step in ways:
+        keys = (weight_key, activation_key)
+        if divisor is not None:
+            keys = _finer(weight_key, divisor), _finer(activation_key, divisor)
+        unit = math.lcm(_unit(*keys), step or 1)
+        if step is None and each % unit == 0:
+            ranges = _shares(tp_size, tp_size, each, size)
+        elif step is not None and -(-size // unit) >= tp_size:
+            ranges = _shares(-(-size // unit), tp_size, unit, size)
+        else:
+            continue
+        found.append(ColumnCut(ranges, *keys, refined=keys != (weight_key, activation_key)))
+    return tuple(dict.fromkeys(sorted(found, key=lambda cut: (cut.sizes[0], cut.refined))))
+
+
+def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int) -> str:
+    """Why ``tp_size`` ranks cannot share ``size`` columns, and how many fewer can."""
+    each, left = divmod(size, tp_size)
+    if left:
+        equal = "it does not divide by that"
+    else:
+        together = _unit(_finer(weight_key, each), _finer(activation_key, each))
+        equal = f"equal shares of {each} columns part groups of {together}"
+    uneven = math.lcm(_unit(_finer(weight_key, UNEVEN), _finer(activation_key, UNEVEN)), UNEVEN)
+    count = -(-size // uneven)
+    # more ranks than uneven shares need equal ones
+    candidates = (ranks for ranks in range(min(tp_size - 1, size), 0, -1) if ranks <= count or size % ranks == 0)
+    fits = next(ranks for ranks in candidates if _ways(size, weight_key, activation_key, ranks))
+    return (
+        f"tp_size {tp_size} cannot share an intermediate size of {size}: {equal}, and uneven shares are multiples of "
+        f"{uneven} columns, of which it has {count}; the next smaller tp_size that can is {fits}, or spread the "
+        "experts instead (ep_size)"
+    )
 
 
 def _shares(groups: int, tp_size: int, unit: int, size: int) -> tuple[tuple[int, int], ...]:
