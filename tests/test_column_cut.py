@@ -25,6 +25,8 @@ from moe_core import (
     kFp8StaticChannelSym,
     kInt4Static,
     kInt4StaticAsym,
+    kInt4W4A8StaticGroup128Sym,
+    kInt8DynamicTokenSym,
     kInt8StaticAsym,
     kInt8StaticChannelSym,
     kMxfp4Static,
@@ -108,6 +110,16 @@ def test_too_many_ranks_are_told_what_there_is(
         "instead (ep_size)"
     )
     assert column_cuts(size, key, None, fewer)
+
+
+def test_the_coarsest_groups_are_the_plainest() -> None:
+    """Where no whole groups go around."""
+    assert str(plain_cut(column_cuts(768, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8))) == (
+        "64 or 128, scales repeated for groups of 64x64"
+    )
+    # of the same groups, equal shares
+    permuted = replace(kInt4Static, permuted=True)
+    assert str(plain_cut(column_cuts(1536, permuted, None, 16))) == "96 columns each"
 
 
 def test_columns_in_any_order_are_shared_as_they_are() -> None:
@@ -232,6 +244,38 @@ def test_a_backend_that_takes_no_finer_groups_gets_whole_ones() -> None:
     cut, selection = select_cut(registry().oracle("fp8"), config(), cuts, moe_backend="torch", device="h200")
     assert str(cut) == "128 or 256"
     assert selection.backend == "torch"
+
+
+@pytest.mark.parametrize("tp_rank", range(8))
+def test_parts_without_whole_groups_are_ones_that_torch_takes(tp_rank: int) -> None:
+    """768 columns among eight ranks: 96 each would need groups of 32, which no backend of blocks takes."""
+    parallel = FusedMoEParallelConfig(tp_size=8, tp_rank=tp_rank)
+    keys = kFp8Static128BlockSym, kFp8Dynamic128Sym
+    whole = FusedMoEConfig(num_experts=1, top_k=1, hidden_size=128, intermediate_size=768)
+    shard = shard_layer(whole, make_weights(whole, *keys, seed=0), parallel)
+    layer = FusedMoELayer.from_weights("fp8", shard.config, shard.weights, backend="torch")
+    assert layer.config.intermediate_size in (64, 128)
+    part = replace(config(768), parallel=parallel)
+    cut, selection = select_cut(
+        registry().oracle("fp8"), part, column_cuts(768, *keys, 8), moe_backend="torch", device="h200"
+    )
+    assert str(cut) == "64 or 128, scales repeated for groups of 64x64"
+    assert selection.backend == "torch"
+
+
+def test_finer_groups_are_tried_where_no_backend_takes_the_plainest() -> None:
+    """A backend of a device without kernels takes 1x32 alone."""
+    keys = kInt4W4A8StaticGroup128Sym, kInt8DynamicTokenSym
+    cuts = (
+        ColumnCut(((0, 48), (48, 192)), keys[0], keys[1]),
+        ColumnCut(((0, 96), (96, 192)), keys[0].with_group(1, 32), keys[1], refined=True),
+    )
+    two = replace(config(192), parallel=FusedMoEParallelConfig(tp_size=2))
+    # int8's torch takes whole groups: 48 columns are none of 128
+    cut, _ = select_cut(registry().oracle("int8"), two, cuts, moe_backend="torch", device="h200")
+    assert cut == cuts[1]
+    with pytest.raises(SelectionError, match="multiple of 128"):
+        select_cut(registry().oracle("int8"), two, cuts[:1], moe_backend="torch", device="h200")
 
 
 def test_scales_are_repeated_at_partial_groups() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from moe_core.column_cut import ColumnCut, plain_cut
+from moe_core.column_cut import ColumnCut, by_coarseness
 from moe_core.config import FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
@@ -28,8 +29,9 @@ def select_cut(
     """The first of ``cuts`` with whose keys, for the columns of every rank, a kernel runs; and this rank's selection.
 
     ``cuts``: of :func:`moe_core.column_cut.column_cuts`.  All ranks come to the same, on devices of the same kind.
-    Where no kernel takes any (on a CPU torch is one), it is the one that keeps the layer's keys.
-    Raises SelectionError where that has no backend either.
+    Where no kernel takes any (on a CPU torch is one), it is the first that a backend takes of those that keep the
+    layer's keys, then of those with ever finer groups.  Raises SelectionError, that of the layer's keys or the coarsest
+    groups, where there is none.
     """
     info = as_device_info(device)
     rank = config.parallel.tp_rank
@@ -44,18 +46,30 @@ def select_cut(
             environment=environment,
         )
 
+    def select_all(cut: ColumnCut) -> dict[int, Selection]:
+        """Of every rank's number of columns, so that all ranks come to the same."""
+        return {size: select(cut, size) for size in cut.sizes}
+
+    def of_rank(cut: ColumnCut, found: dict[int, Selection]) -> tuple[ColumnCut, Selection]:
+        begin, end = cut.ranges[rank]
+        return cut, found[end - begin]
+
     if len(cuts) > 1:
         for cut in cuts:
             try:
-                found = {size: select(cut, size) for size in cut.sizes}
+                found = select_all(cut)
             except (SelectionError, ConfigError):  # the scheme may not know such groups at all
                 continue
             if not info.is_gpu or all(_runs_kernel(selection) for selection in found.values()):
-                begin, end = cut.ranges[rank]
-                return cut, found[end - begin]
-    cut = plain_cut(tuple(cuts))
-    begin, end = cut.ranges[rank]
-    return cut, select(cut, end - begin)
+                return of_rank(cut, found)
+    plain, *others = by_coarseness(cuts)
+    try:
+        return of_rank(plain, select_all(plain))
+    except (SelectionError, ConfigError):
+        for cut in others:
+            with suppress(SelectionError, ConfigError):
+                return of_rank(cut, select_all(cut))
+        raise
 
 
 def _runs_kernel(selection: Selection) -> bool:

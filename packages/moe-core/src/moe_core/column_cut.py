@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,8 +69,19 @@ def column_cuts(
 
 
 def plain_cut(cuts: tuple[ColumnCut, ...]) -> ColumnCut:
-    """The one that keeps the layer's own keys; where there is none, the most balanced."""
-    return min(cuts, key=lambda cut: cut.refined)
+    """The one that is nearest to the layer's own keys: whole groups, else the coarsest; of equals the most balanced.
+
+    Backends that take finer groups take coarser ones too, down to some size, so these are taken by most.
+    """
+    return by_coarseness(cuts)[0]
+
+
+def by_coarseness(cuts: Sequence[ColumnCut]) -> tuple[ColumnCut, ...]:
+    """Those that keep the layer's own keys, then those with finer and finer groups; of equals the most balanced first.
+
+    ``cuts``: of :func:`column_cuts`.
+    """
+    return tuple(sorted(cuts, key=lambda cut: (cut.refined, *(-extent for extent in _group_extents(cut)))))
 
 
 def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | None) -> MoEWeights:
@@ -188,6 +199,13 @@ def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | N
         f"{uneven} columns, of which it has {count}; the next smaller tp_size that can is {fits}, or spread the "
         "experts instead (ep_size)"
     )
+
+
+def _group_extents(cut: ColumnCut) -> tuple[int, ...]:
+    """Rows and columns of groups of the weights, columns of those of the activations."""
+    weight, activation = cut.weight_key, cut.activation_key
+    shape = () if weight is None else (weight.group_shape.row, weight.group_shape.col)
+    return shape if activation is None else (*shape, activation.group_shape.col)
 
 
 def _shares(groups: int, tp_size: int, unit: int, size: int) -> tuple[tuple[int, int], ...]:

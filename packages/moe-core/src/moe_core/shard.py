@@ -47,7 +47,7 @@ def shard_layer(
     ``config`` and canonical ``weights`` are the whole layer's.  ``experts``: global ids for this rank, default
     consecutive ones (those of a placement: ``placement.ranks[ep_rank]``).  ``cut``: how tensor-parallel ranks share the
     columns, one of :func:`moe_core.column_cut.column_cuts` of this layer, the same on all ranks; default: whole groups
-    of scales, where they go around.  The outputs of the ranks add up, as long as no expert is on several of them: an
+    of scales, where they go around, else the coarsest.  The outputs of the ranks add up, as long as no expert is on several of them: an
     all-reduce gives the layer's output, w2's bias is the first tensor-parallel rank's.  (With replicas a placement must
     say which rank takes a token: :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.)
     Raises ConfigError for another layer's ``cut``, and where there are fewer groups of columns, or experts, than ranks;
