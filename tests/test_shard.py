@@ -175,6 +175,14 @@ def test_what_cannot_be_cut_is_refused() -> None:
         shard_layer(part.config, part.weights, FusedMoEParallelConfig(ep_size=2))
 
 
+@pytest.mark.parametrize("again", [{"tp_size": 2}, {"ep_size": 2}], ids=str)
+def test_a_part_is_not_cut_again(again: dict[str, int]) -> None:
+    weights = make_weights(config(), None, None, seed=0)
+    part = shard_layer(config(), weights, FusedMoEParallelConfig(tp_size=2, tp_rank=1))
+    with pytest.raises(ConfigError, match="tensor-parallel rank 1's part of 2, 256 columns, expected a whole one"):
+        shard_layer(part.config, part.weights, FusedMoEParallelConfig(**again))
+
+
 @pytest.mark.parametrize("scheme", registry().scheme_names())
 def test_a_rank_loads_its_part_of_a_checkpoint_and_reloads_it(scheme: str, tmp_path: Path) -> None:
     registry().scheme(scheme).write_quickstart(tmp_path)

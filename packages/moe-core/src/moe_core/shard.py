@@ -44,18 +44,24 @@ def shard_layer(
 ) -> LayerShard:
     """The part of a whole layer that a rank of ``parallel`` holds.
 
-    ``config`` and canonical ``weights`` are the whole layer's.  ``experts``: global ids for this rank, default
-    consecutive ones (those of a placement: ``placement.ranks[ep_rank]``).  ``cut``: how tensor-parallel ranks share the
-    columns, one of :func:`moe_core.column_cut.column_cuts` of this layer, the same on all ranks; default: whole groups
-    of scales, where they go around, else the coarsest.  The outputs of the ranks add up, as long as no expert is on several of them: an
-    all-reduce gives the layer's output, w2's bias is the first tensor-parallel rank's.  (With replicas a placement must
-    say which rank takes a token: :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.)
-    Raises ConfigError for another layer's ``cut``, and where there are fewer groups of columns, or experts, than ranks;
-    TensorError for weights that don't fit ``config``.
+    ``config`` and canonical ``weights`` are the whole layer's: ``config.parallel`` has one rank.  ``experts``: global
+    ids for this rank, default consecutive ones (those of a placement: ``placement.ranks[ep_rank]``).  ``cut``: how
+    tensor-parallel ranks share the columns, one of :func:`moe_core.column_cut.column_cuts` of this layer, the same on
+    all ranks; default: whole groups of scales, where they go around, else the coarsest.  The outputs of the ranks add
+    up, as long as no expert is on several of them: an all-reduce gives the layer's output, w2's bias is the first
+    tensor-parallel rank's.  (With replicas a placement must say which rank takes a token:
+    :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.)
+    Raises ConfigError for a layer that is a rank's part already, for another layer's ``cut``, and where there are fewer
+    groups of columns, or experts, than ranks; TensorError for weights that don't fit ``config``.
     """
     weights.validate(config)
     if config.local_experts != config.num_experts:
         raise ConfigError(f"the layer has {config.local_experts} of {config.num_experts} experts, expected a whole one")
+    if config.parallel.tp_size > 1:
+        raise ConfigError(
+            f"config.parallel says that the layer is tensor-parallel rank {config.parallel.tp_rank}'s part of "
+            f"{config.parallel.tp_size}, {config.intermediate_size} columns, expected a whole one (tp_size 1)"
+        )
     chosen = local_expert_range(config.num_experts, parallel) if experts is None else tuple(experts)
     if experts is not None and not (chosen and set(chosen) <= set(range(config.num_experts))):
         raise ConfigError(f"experts is {list(chosen)[:20]}, expected ids within 0..{config.num_experts - 1}")
