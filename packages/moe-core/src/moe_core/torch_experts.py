@@ -29,8 +29,9 @@ from moe_core.config import FusedMoEActivationFormat
 from moe_core.errors import TensorError
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.lora import LoRA, LoRAWeights, lora_product
+from moe_core.numerics import NumberKind, is_e8m0
 from moe_core.quant_config import FusedMoEQuantDesc, make_quant_config
-from moe_core.quantization import Quantized, dequantize_tensor, dequantize_weight, fake_quantize
+from moe_core.quantization import Quantized, dequantize_tensor, dequantize_weight, fake_quantize, scale_values
 from moe_core.weights import KernelWeights, MoEWeights
 
 
@@ -78,7 +79,10 @@ class TorchExperts(FusedMoEExpertsModular):
         key = desc.key
         whole_rows = key is not None and key.symmetric and key.group_shape.col == -1 and key.group_shape.row in (1, -1)
         if not whole_rows or desc.scale is None or weights.dtype not in (torch.float8_e4m3fn, torch.int8):
-            return F.linear(x, self.matrix(weights, desc, expert, parts, x.shape[1]))
+            w = self.matrix(weights, desc, expert, parts, x.shape[1])
+            if not _beyond_float32(w, desc, expert):
+                return F.linear(x, w)
+            return F.linear(x.double(), _dequantized(weights, desc, expert, parts, x.shape[1], torch.float64)).float()
         codes = weights[expert]
         y = F.linear(x, decode_e4m3(codes) if codes.dtype is torch.float8_e4m3fn else codes.float())
         scale = desc.scale[expert].float().view(-1, 1)  # one for each of the rows, or for each of the parts
@@ -86,21 +90,13 @@ class TorchExperts(FusedMoEExpertsModular):
         return y
 
     def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
-        """One expert's matrix [rows, cols] in float32; ``parts``: stacked matrices with scale rows of their own."""
-        one = slice(expert, expert + 1)
+        """One expert's matrix [rows, cols] in float32; ``parts``: stacked matrices with scale rows of their own.
+
+        A code times its scale may be beyond float32 and infinite here: then :meth:`product` takes float64 instead.
+        """
         if desc.key is None:
             return weights[expert].float()
-        if desc.scale is None:
-            raise TensorError(f"the scale of weights quantised as {desc.key} is missing")
-        return dequantize_weight(
-            weights[one],
-            desc.scale[one],
-            desc.key,
-            parts=parts,
-            zero_point=None if desc.zero_point is None else desc.zero_point[one],
-            g_idx=None if desc.g_idx is None else desc.g_idx[one],
-            cols=cols,
-        )[0]
+        return _dequantized(weights, desc, expert, parts, cols, torch.float32)
 
     def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
         """``x`` [R, K] float32 as the matrix product sees it: quantised as the activation key says.
@@ -294,6 +290,36 @@ class Adapters:
             rows = wanted == adapter
             added[rows] = lora_product(x[rows], a[adapter, expert].float(), b[adapter, expert].float())
         return added
+
+
+def _dequantized(
+    weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int, dtype: torch.dtype
+) -> Tensor:
+    """One expert's matrix [rows, cols] in ``dtype``, float32 or float64."""
+    if desc.key is None or desc.scale is None:
+        raise TensorError(f"the scale of weights quantised as {desc.key} is missing")
+    one = slice(expert, expert + 1)
+    return dequantize_weight(
+        weights[one],
+        desc.scale[one],
+        desc.key,
+        parts=parts,
+        zero_point=None if desc.zero_point is None else desc.zero_point[one],
+        g_idx=None if desc.g_idx is None else desc.g_idx[one],
+        cols=cols,
+        dtype=dtype,
+    )[0]
+
+
+def _beyond_float32(matrix: Tensor, desc: FusedMoEQuantDesc, expert: int) -> bool:
+    """Whether float codes of one expert times their scales are infinite in its float32 ``matrix``."""
+    key, scale = desc.key, desc.scale
+    if key is None or scale is None or key.dtype.kind is not NumberKind.FLOAT or not matrix.numel():
+        return False
+    own = scale[expert].view(torch.uint8) if is_e8m0(scale.dtype) else scale[expert]
+    # the scales first: there are few, and next to never one as large
+    largest = scale_values(own.amax(), key) * key.dtype.max_value
+    return not bool(largest.isfinite()) and bool(matrix.isinf().any())
 
 
 def expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
