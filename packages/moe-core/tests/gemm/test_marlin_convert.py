@@ -61,6 +61,13 @@ def test_relative_scales_stay_bfloat16_and_exact() -> None:
     assert half.scales.dtype is torch.float32
 
 
+def test_the_largest_scales_have_a_finite_unit() -> None:
+    scale = torch.tensor([[[2.0**127, 2.0**-20], [3.0e38, 0.0]]], dtype=torch.bfloat16).float()
+    relative, unit = relative_scales(scale)
+    assert unit.tolist() == [[2.0**127, 2.0**127]]
+    assert torch.equal(relative * unit[:, :, None], scale)
+
+
 def test_scales_in_pairs_have_the_powers_of_wide_ones() -> None:
     scale = (torch.randn(4, 8, 3) * 50).bfloat16()
     found, wide = (convert_integers(_codes(4, 8, 192), each, kInt4Static, 384) for each in (scale, scale.float()))

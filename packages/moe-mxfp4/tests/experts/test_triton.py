@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 import triton
-from moe_core import kMxfp4Static, kMxfp8Dynamic
-from moe_core.testing import ConformanceTests
+from moe_core import FusedMoEConfig, dequantize_weight, kMxfp4Static, kMxfp8Dynamic
+from moe_core.testing import ConformanceTests, make_weights
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 
 
@@ -21,6 +22,28 @@ class ScaledMxfp4Experts(TritonMxfp4Experts):
 
     claims = replace(TritonMxfp4Experts.claims, keys=((kMxfp4Static, kMxfp8Dynamic),))
     scaled = True
+
+
+def test_codes_that_are_multiplied_with_their_scales_are_exact_or_zeros() -> None:
+    """Tensor cores know no scale below 2**-127 of a row's largest, and its byte, 0, is none of 0."""
+    config = FusedMoEConfig(num_experts=1, top_k=1, hidden_size=128, intermediate_size=32)
+    weights = make_weights(config, kMxfp4Static, kMxfp8Dynamic, seed=0)
+    assert weights.w13_scale is not None
+    scale = torch.tensor([254, 127, 126, 0], dtype=torch.uint8).expand(weights.w13_scale.shape).clone()
+    scale[:, 0] = torch.tensor([127, 0, 64, 100])  # nothing too small
+    weights = replace(weights, w13=weights.w13 & 0x88 | 0x52, w13_scale=scale)
+    experts = ScaledMxfp4Experts(config, weight_key=kMxfp4Static, activation_key=kMxfp8Dynamic)
+    converted = experts.convert(weights)
+    relative = converted.quant_config.w1_scale
+    assert relative is not None
+    found = dequantize_weight(converted.w13, relative[..., :4].contiguous(), kMxfp4Static, parts=2, dtype=torch.float64)
+    found *= converted.extra["w13_channel_scales"][:, :, None].double()
+    exact = dequantize_weight(weights.w13, scale, kMxfp4Static, parts=2, dtype=torch.float64)
+    assert torch.equal(found[:, 0], exact[:, 0])
+    assert torch.equal(found[:, 1:, :64], exact[:, 1:, :64])
+    assert not found[:, 1:, 64:].any()
+    # nothing is copied where nothing is left out
+    assert converted.w2 is weights.w2
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,8 @@ from moe_core.numerics import E2M1_VALUES
 from moe_core.ops.sort import sort_pairs
 from moe_core.workspace import Workspace
 from moe_mxfp4.kernels.e4m3 import E2M1
-from moe_mxfp4.marlin_layout import LARGEST_E4M3, convert_to_e4m3
+from moe_mxfp4.marlin_layout import convert_to_e4m3
+from moe_mxfp4.scales import LARGEST_E4M3
 
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)

@@ -28,6 +28,8 @@ from moe_core import (
 )
 from moe_core.experts_api import LayerProblem, ScaledMMExperts
 
+from moe_mxfp4.scales import LARGEST_E4M3, without_small_groups
+
 if TYPE_CHECKING:
     from moe_core.kernel_api import ScaledMMFunctions
 
@@ -54,12 +56,10 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
     )
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
-        from moe_mxfp4.marlin_layout import without_small_groups
-
         if weights.w13_scale is None or weights.w2_scale is None:
             return weights
-        w13 = without_small_groups(weights.w13, weights.w13_scale, self.config.hidden_size)
-        w2 = without_small_groups(weights.w2, weights.w2_scale, self.config.intermediate_size)
+        w13 = without_small_groups(weights.w13, weights.w13_scale, self.config.hidden_size, LARGEST_E4M3)
+        w2 = without_small_groups(weights.w2, weights.w2_scale, self.config.intermediate_size, LARGEST_E4M3)
         return weights if w13 is weights.w13 and w2 is weights.w2 else replace(weights, w13=w13, w2=w2)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:

@@ -30,9 +30,10 @@ from moe_core import (
     make_quant_config,
 )
 from moe_core.experts_api import GroupedExperts, LayerProblem, as_words
+from torch import Tensor
 
 from moe_mxfp4.keys import ACTIVATIONS
-from moe_mxfp4.scales import group_scales, has_scaled_units, step_scales
+from moe_mxfp4.scales import LARGEST_SCALED, group_scales, has_scaled_units, step_scales, without_small_groups
 
 if TYPE_CHECKING:
     from moe_core.kernel_api import ActivationScheme, GemmWeight
@@ -67,8 +68,8 @@ class TritonMxfp4Experts(GroupedExperts):
         w2_scale, w2_channel_scales = scales(weights.w2, second, config.intermediate_size)
         x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
-            w13=weights.w13 if self.scaled else as_words(weights.w13),
-            w2=weights.w2 if self.scaled else as_words(weights.w2),
+            w13=self._codes(weights.w13, first, config.hidden_size),
+            w2=self._codes(weights.w2, second, config.intermediate_size),
             quant_config=make_quant_config(
                 weight_key=weights.weight_key,
                 activation_key=weights.activation_key,
@@ -81,6 +82,10 @@ class TritonMxfp4Experts(GroupedExperts):
             ),
             extra={"w13_channel_scales": w13_channel_scales, "w2_channel_scales": w2_channel_scales},
         )
+
+    def _codes(self, codes: Tensor, scale: Tensor, columns: int) -> Tensor:
+        """As the kernel reads them."""
+        return without_small_groups(codes, scale, columns, LARGEST_SCALED) if self.scaled else as_words(codes)
 
     @property
     def scaled(self) -> bool:

@@ -53,13 +53,15 @@ def by_group(values: Tensor, interleaved: bool) -> Tensor:
 def relative_scales(scale: Tensor, *, power_of_two: bool = True) -> tuple[Tensor, Tensor]:
     """(``scale`` [E, rows, groups] over a number for each row, these numbers [E, rows]).
 
-    With ``power_of_two`` no bit is lost, and the largest scale of a row lies in [0.5, 1).  Without, the number is that
-    scale, or 1 where it is 0 or not finite: where kernels round scales to 16 bits, a row's largest is exact.
+    With ``power_of_two`` no bit is lost, and the largest scale of a row lies in [0.5, 1), or from 2^127 on in [1, 2).
+    Without, the number is that scale, or 1 where it is 0 or not finite: where kernels round scales to 16 bits, a row's
+    largest is exact.
     """
     largest = scale.abs().amax(dim=2)
     if power_of_two:
         _, exponent = torch.frexp(largest)
-        unit = torch.exp2(exponent.float())
+        # 2^128 would be infinite
+        unit = torch.exp2(exponent.clamp(max=127).float())
     else:
         unit = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     return scale / unit[:, :, None], unit
@@ -81,7 +83,7 @@ def relative_e8m0(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor
 
     A row's bytes are relative to its largest scale, whose byte becomes ``largest`` and whose value the scale of its
     channel; groups that are not ``counting`` (bool, of the scale's shape), all zeros, do not decide which that is.
-    Code 255 stays NaN.
+    Bytes stop at 0: of scales that are 2^-``largest`` of the row's largest and less.  Code 255 makes its row NaN.
     """
     exponents = torch.where(counting | (scale == _NAN), scale, 0).short()
     top = exponents.amax(dim=2)
