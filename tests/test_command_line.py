@@ -186,7 +186,7 @@ LINES: list[tuple[str, int, str]] = [
     ("run 'no json'", 2, "config.json"),
     ("run bare", 2, "safetensors"),
     ("run dense", 2, "moe run: "),
-    ("run odd", 2, "quark (-v: details)"),
+    ("run odd", 2, "w8a8_fp8, w8a8_int8 (-v: details)"),
     ("run odd -v", 2, "GPTQ (wna16): quant_method is 'fp9', expected 'gptq'"),
     ("explain dense --all-layers", 2, "moe explain: "),
     ("run org/model", 2, "moe run: "),
