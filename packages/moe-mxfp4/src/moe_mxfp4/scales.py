@@ -45,12 +45,13 @@ def without_small_groups(codes: Tensor, scale: Tensor, columns: int, largest: in
     """``codes`` with zeros in groups whose scale is 2^-(``largest`` + 1) of their row's largest and less.
 
     Those are ``codes`` themselves if there are none.  At most 6 * 2^-(``largest`` + 1) of the row's largest scale is
-    lost.  Waits for the device; of meta tensors, which hold no scales, all groups stay.
+    lost.  Waits for the device.
     """
     counting = counting_groups(codes, columns)
     powers, _ = powers_above(scale, counting, largest)
     small = (powers[:, :, : scale.shape[2]] == 0) & counting
-    return without_groups(codes, ~small) if not small.is_meta and bool(small.any()) else codes
+    # tensors of device "meta" have no values
+    return codes if codes.is_meta or not bool(small.any()) else without_groups(codes, ~small)
 
 
 def powers_above(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 import triton
 from moe_core import FusedMoEConfig, dequantize_weight, kMxfp4Static, kMxfp8Dynamic
 from moe_core.testing import ConformanceTests, make_weights
+from moe_core.testing.compile_cases import meta_layer_weights
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 
 
@@ -44,6 +45,13 @@ def test_codes_that_are_multiplied_with_their_scales_are_exact_or_zeros() -> Non
     assert not found[:, 1:, 64:].any()
     # nothing is copied where nothing is left out
     assert converted.w2 is weights.w2
+
+
+def test_the_layout_of_scaled_codes_needs_no_values() -> None:
+    """Kernels are compiled for GPUs that are elsewhere on weights without memory."""
+    config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=128, intermediate_size=64)
+    experts = ScaledMxfp4Experts(config, weight_key=kMxfp4Static, activation_key=kMxfp8Dynamic)
+    assert meta_layer_weights(experts).w13.is_meta
 
 
 @pytest.mark.skipif(
