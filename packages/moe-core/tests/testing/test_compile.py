@@ -36,9 +36,86 @@ def specimens(device):
     yield Specimen("starts nothing", lambda: None)
 '''
 
+#: of kernels that may run beside the launch before them
+BESIDE = '''
+"""Kernels that wait for the launch before them in time, too late and never."""
+from functools import partial
 
-def compile_check(folder: Path, *arguments: str) -> tuple[int, str]:
-    (folder / "broken_kernels.py").write_text(SPECIMENS)
+import torch
+import triton
+import triton.language as tl
+
+from moe_core.jit.pdl import begin_pdl, wait_at_first
+from moe_core.testing.compile import Specimen
+
+
+@triton.jit
+def in_time(x, y, n):
+    begin_pdl(True)
+    i = tl.arange(0, 128)
+    tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def too_late(x, y, n):
+    i = tl.arange(0, 128)
+    value = tl.load(x + i, mask=i < n)
+    begin_pdl(True)
+    tl.store(y + i, value, mask=i < n)
+
+
+@triton.jit
+def never(x, y, n):
+    i = tl.arange(0, 128)
+    tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def one_waits(x, y, n):
+    if tl.load(n) == 0:
+        wait_at_first(True)
+        tl.store(y + tl.program_id(0), 1.0)
+        return
+    begin_pdl(True)
+    tl.store(y + tl.program_id(0), tl.load(x))
+
+
+@triton.jit
+def reduce_kernel(ids, expert_map, y):
+    expert = tl.load(expert_map[0] + tl.load(ids))
+    begin_pdl(True)
+    tl.store(y + expert, tl.load(y) + 1)
+
+
+@triton.jit
+def gemv_kernel(row_args, b_args, result, x, SECOND: tl.constexpr):
+    i = tl.arange(0, 128)
+    expert = tl.load(row_args[0])
+    if expert < 0:
+        wait_at_first(True)
+        tl.store(result[0] + i, (i * 0).to(tl.float32))
+        return
+    weight = tl.load(b_args[0] + expert * b_args[1] + i)
+    begin_pdl(True)
+    tl.store(result[0] + i, weight * tl.load(x + i))
+
+
+def specimens(device):
+    x = torch.empty(256, device="meta")
+    ids = torch.empty(256, dtype=torch.int32, device="meta")
+    for kernel in (in_time, too_late, never):
+        yield Specimen(kernel.__name__, partial(kernel[(1,)], x, x, 99, launch_pdl=True))
+    yield Specimen("not beside", partial(never[(1,)], x, x, 99))
+    yield Specimen("one waits", partial(one_waits[(1,)], x, x, ids, launch_pdl=True))
+    yield Specimen("allowed", partial(reduce_kernel[(1,)], ids, (ids,), x, launch_pdl=True))
+    for second in (True, False):
+        arguments = ((ids,), (x, 33), (x, 3), x, second)
+        yield Specimen(f"gemm{1 + second}", partial(gemv_kernel[(1,)], *arguments, launch_pdl=True))
+'''
+
+
+def compile_check(folder: Path, *arguments: str, specimens: str = SPECIMENS) -> tuple[int, str]:
+    (folder / "broken_kernels.py").write_text(specimens)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -68,6 +145,23 @@ def test_every_kind_of_failure_is_named(tmp_path: Path) -> None:
     # 128 KiB of operands and results are within a block of gfx950
     assert any(line.startswith("gfx950: no power of two") for line in failures)
     assert not any(line.startswith("gfx950: too big: square needs ") for line in failures)
+
+
+def test_a_kernel_waits_for_the_launch_before_it_in_time(tmp_path: Path) -> None:
+    code, text = compile_check(tmp_path, "sm90", "--package", "broken_kernels", specimens=BESIDE)
+    assert code == 1
+    assert "Traceback" not in text
+    failures = [line.removeprefix("FAILED sm90: ") for line in text.splitlines() if line.startswith("FAILED ")]
+    late = "touches memory before it has waited for the launch before it:"
+    allowed = "; moe_core.testing.early_access.ALLOWED has what may be there"
+    routing_and_weights = "ld.global.b32 of row_args, ld.global.b32 of b_args"
+    assert failures == [
+        f"too_late: too_late {late} ld.global.b32 of x{allowed}",
+        "never: never may run beside the launch before it, and never waits for it: moe_core.jit.pdl.begin_pdl",
+        f"one waits: one_waits {late} ld.global.b32 of n, st.global.b32 of y{allowed}",
+        f"gemm1: gemv_kernel {late} {routing_and_weights}, st.global.b32 of result{allowed}",
+    ]
+    assert "sm90: 8 kernels of 8 specimens out of 8" in text
 
 
 def test_what_is_left_out_of_a_cover_is_said_and_failures_are_found(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ of the named packages (default: core and every package that registers something 
 asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails when it
 does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread than its
 specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), leaves a warp
-in two behind an atomic (:mod:`moe_core.testing.reconverged`), or gives the memory of a barrier to data
-(:mod:`moe_core.testing.barriers`).
+in two behind an atomic (:mod:`moe_core.testing.reconverged`), gives the memory of a barrier to data
+(:mod:`moe_core.testing.barriers`), or may run beside the launch before it and touches memory too early
+(:mod:`moe_core.testing.early_access`).
 
 ``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
 the host code of every specimen still runs for every target.
@@ -49,6 +50,7 @@ from moe_core.jit.specimen import Specimen
 from moe_core.testing.barriers import abandoned_barriers
 from moe_core.testing.compile_cases import backend_specimens
 from moe_core.testing.compile_cover import Launch, choose
+from moe_core.testing.early_access import refused_accesses, waits
 from moe_core.testing.in_flight import register_products_in_flight
 from moe_core.testing.reconverged import has_atomics, split_warps
 
@@ -281,9 +283,28 @@ def compile_specimen(
                     f"{where}: {name} does not join a warp again behind its atomics at {', '.join(split)}: "
                     "let all threads pass the instruction, one of them by a predicate"
                 )
+        if getattr(kernel.metadata, "launch_pdl", False):
+            problems += [f"{where}: {name} {wrong}" for wrong in _too_early(name, kernel)]
     if not compiled:
         problems.append(f"{where}: started no kernel")
     return usages, problems
+
+
+def _too_early(name: str, kernel: Any) -> list[str]:
+    """What is wrong with a kernel for NVIDIA that may run beside the launch before it."""
+    if not waits(kernel.asm["ptx"]):
+        return ["may run beside the launch before it, and never waits for it: moe_core.jit.pdl.begin_pdl"]
+    arguments = kernel.src.fn.arg_names
+    # those in tuples are wrapped
+    constants = {
+        (arguments[first], *inside): getattr(value, "value", value)
+        for (first, *inside), value in kernel.src.constants.items()
+    }
+    early = refused_accesses(name, constants, kernel.asm["ttgir"], kernel.asm["ptx"])
+    if not early:
+        return []
+    allowed = "moe_core.testing.early_access.ALLOWED has what may be there"
+    return [f"touches memory before it has waited for the launch before it: {', '.join(early)}; {allowed}"]
 
 
 def plugin_packages() -> list[str]:
