@@ -10,7 +10,7 @@ MiMo         ``store_dtype: mxfp4``          ``weight`` uint8 [N, K/2]         `
 ===========  ==============================  ================================  ===============================
 
 ``expert_dtype`` stands among the settings or at config.json's top level, and stays "fp4" where ModelOpt has made NVFP4
-of the experts (``moe_quant_algo``), whose second scale tells them apart.  Activations are in 16 bits, unless quantised
+of the experts (``moe_quant_algo``), whose second scale MXFP4 has not.  Activations are in 16 bits, unless quantised
 ones are asked for; DeepSeek's own code quantises them to FP8.
 """
 
