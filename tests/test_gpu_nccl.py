@@ -1,4 +1,4 @@
-"""Two GPUs on NCCL: sums over ranks with the same tokens, many tokens, calls that overlap, a rank that is gone."""
+"""Several GPUs on NCCL: sums over ranks with the same tokens, many tokens, calls that overlap, a rank that is gone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: ranks of NCCL share none"),
 ]
 
+#: of those that there are GPUs for
+RANKS = [ranks for ranks in (2, 4) if ranks <= max(2, torch.cuda.device_count())]
 BACKENDS = ("allgather_reducescatter", "alltoall")
 LAYER = (("dtype", torch.bfloat16), ("intermediate_size", 512))
 
@@ -33,26 +35,27 @@ def kinds() -> list[Kind]:
     ]
 
 
-def cases(kind: Kind) -> list[Case]:
+def cases(kind: Kind, ranks: int) -> list[Case]:
     found = []
     for all2all in BACKENDS:
         found += [
-            Case(kind, all2all, tokens, ep=2, placement="replicated", changes=LAYER)
-            for tokens in ((16, 16), (700, 300))
+            Case(kind, all2all, tokens, ep=ranks, placement="replicated", changes=LAYER)
+            for tokens in ((16,) * ranks, (700, 300, 1, 0)[:ranks])
         ]
         if kind.activation_key is None or kind.activation_key.group_size > 0:
             # scales of a whole row of h would span other columns
-            found.append(Case(kind, all2all, (16, 16), tp=2, ep=1, changes=LAYER))
+            found.append(Case(kind, all2all, (16,) * ranks, tp=2, ep=ranks // 2, changes=LAYER))
     for all2all in ("all_reduce", "reduce_scatter"):
         found += [
-            Case(kind, all2all, (tokens,), ep=2, placement="replicated", changes=LAYER) for tokens in (1, 33, 700)
+            Case(kind, all2all, (tokens,), ep=ranks, placement="replicated", changes=LAYER) for tokens in (1, 33, 700)
         ]
     return found
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=str)
-def test_sums_and_overlapping_calls_over_two_gpus(kind: Kind) -> None:
-    found = run_ranks(run_cases, cases(kind), ranks=2, backend="nccl", seconds=300)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_and_overlapping_calls_over_gpus(ranks: int, kind: Kind) -> None:
+    found = run_ranks(run_cases, cases(kind, ranks), ranks=ranks, backend="nccl", seconds=300)
     wrong = [message for rank in found for message in rank]
     assert not wrong, "\n".join(wrong)
 
