@@ -323,19 +323,23 @@ def return_kernel(
     SIGNAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (m, c) writes columns of row m of partial [ranks * capacity, K] to the rank that the token came from.
+    """Program (p, c) writes columns of a row of partial [ranks * capacity, K] to the rank that the token came from.
 
-    There it is row me * capacity + m % capacity of what starts at byte `returned`.  Rows without an expert here stay.
+    There row m is row me * capacity + m % capacity of what starts at byte `returned`.  Rows without an expert here stay.
     With SIGNAL the last program signals.
+
+    Neighbouring programs have rows of different ranks, each rank beginning with its own: were all ranks to begin with
+    the rows of rank 0, its link would carry them while the others' wait.
     """
-    index = tl.program_id(0)
+    source, token = (tl.program_id(0) + me) % ranks, tl.program_id(0) // ranks
+    index = source * capacity + token
     slot = tl.arange(0, BLOCK_K)
     expert = tl.load(ids + index.to(tl.int64) * TOP_K + slot, mask=slot < TOP_K, other=-1)
     if tl.max(expert, axis=0) >= 0:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(partial + index.to(tl.int64) * stride + column, mask=column < columns, other=0.0)
-        base = tl.load(addresses + index // capacity)
-        row = (me * capacity + index % capacity).to(tl.int64)
+        base = tl.load(addresses + source)
+        row = (me * capacity + token).to(tl.int64)
         target = part(base, returned, row, row_bytes, partial.dtype.element_ty, ALIGNED)
         tl.store(target + column, values, mask=column < columns)
     if SIGNAL:  # noqa: SIM102 (a constant; the other is a value on the device)
