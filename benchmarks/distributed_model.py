@@ -98,22 +98,25 @@ def fitted(machine: Machine, found: list[Point], source: str) -> Machine:
 def table(found: list[Point], machine: Machine) -> dict[str, Any]:
     """Header and rows of a document: times of a layer, in brackets of communication, and that of the model."""
     backends = list(dict.fromkeys(p.all2all for p in sorted(found, key=lambda p: p.us)))
+    several = len({p.name for p in found}) > 1
     rows = []
-    for layer, tokens in sorted(
-        {(p.layer, p.tokens) for p in found}, key=lambda key: (key[0] != "top8", key[0], key[1])
+    for name, layer, tokens in sorted(
+        {(p.name, p.layer, p.tokens) for p in found}, key=lambda key: (key[0], key[1] != "top8", key[1], key[2])
     ):
-        mine = {p.all2all: p for p in found if (p.layer, p.tokens) == (layer, tokens)}
+        mine = {p.all2all: p for p in found if (p.name, p.layer, p.tokens) == (name, layer, tokens)}
+        label = f"{name}, {layer}, {tokens}" if several else f"{layer}, {tokens}"
         cells = []
-        for name in backends:
-            p = mine.get(name)
+        for all2all in backends:
+            p = mine.get(all2all)
             over = () if p is None else (p.over_us, p.predicted(machine) - p.alone_us)
             measured, model = (f"{us:.1f}" if us < 100 else f"{us:.0f}" for us in over) if over else ("", "")
             cells.append("–" if p is None else f"{p.us:.4g} (+{measured}, {model})")
-        sent = [mine[name].bytes for name in ("alltoall", "allgather_reducescatter") if name in mine]
+        sent = [mine[one].bytes for one in ("alltoall", "allgather_reducescatter") if one in mine]
         ratio = f"{sent[0] / sent[1]:.2f}" if len(sent) == 2 and sent[1] else "–"
-        rows.append([f"{layer}, {tokens}", f"{next(iter(mine.values())).alone_us:.4g}", *cells, ratio])
+        rows.append([label, f"{next(iter(mine.values())).alone_us:.4g}", *cells, ratio])
     titles = [f"{name}, µs" for name in backends]
-    header = ["layer, tokens of each rank", "a rank's experts alone, µs", *titles, "bytes, all-to-all over all-gather"]
+    first = "ranks, layer, tokens of each rank" if several else "layer, tokens of each rank"
+    header = [first, "a rank's experts alone, µs", *titles, "bytes, all-to-all over all-gather"]
     return {"header": header, "rows": rows}
 
 

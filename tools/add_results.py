@@ -1,7 +1,7 @@
 """Brings a benchmark's results into docs/results, from where docs/performance.md is written.
 
     python tools/add_results.py RUN.json docs/results/NAME.json [--title TEXT] [--only REGEX] [--commit HASH]
-                                [--rename REGEX=NAME] [--date DATE] [--hardware TEXT] [--software TEXT]
+                                [--rename REGEX=NAME] [--date DATE] [--hardware TEXT] [--software TEXT] [--read TB/S]
 
 RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} (or ms)
 as its ``host.py`` and the CPU scripts of ``benchmarks`` write; of such a list the date is today's unless it is given.
@@ -22,8 +22,8 @@ from typing import Any
 
 from results_document import FLOOR, ROOT, load
 
-#: what the device reaches: bytes per microsecond, and operations per microsecond in 8 and in 16 bits
-READ = 4.35e6
+#: what an H200 reads, in TB/s, and what sm_90 reaches: operations per microsecond in 8 and in 16 bits
+READ = 4.35
 RATE_8 = 1300e6
 RATE_16 = 790e6
 SCHEMES_16 = ("bf16", "int4_g128", "mxfp4")
@@ -50,16 +50,18 @@ def rows(data: Any, pattern: str, names: dict[str, str]) -> list[dict[str, Any]]
     ]
 
 
-def floor(row: dict[str, Any]) -> float | None:
-    """The least time that a row's bytes and operations take, in microseconds."""
+def floor(row: dict[str, Any], read: float = READ) -> float | None:
+    """The microseconds that a row's bytes, of which the device reads ``read`` TB/s, and operations take at least."""
     if not {"weight_bytes", "io_bytes", "flops"} <= row.keys():
         return None
     in_16_bits = row["scheme"] in SCHEMES_16 or "w8a16" in row["peer"]
     operations = row["flops"] / (RATE_16 if in_16_bits else RATE_8)
-    return float(max((row["weight_bytes"] + row["io_bytes"]) / READ, operations))
+    return float(max((row["weight_bytes"] + row["io_bytes"]) / (read * 1e6), operations))
 
 
-def results(measured: list[dict[str, Any]], implementations: dict[str, str]) -> list[dict[str, Any]]:
+def results(
+    measured: list[dict[str, Any]], implementations: dict[str, str], read: float = READ
+) -> list[dict[str, Any]]:
     """The rows by column and implementation, in the implementations' order, floors behind them."""
     several = len({row["scheme"] for row in measured}) > 1
     found: dict[tuple[str, str], dict[str, float]] = {}
@@ -69,7 +71,7 @@ def results(measured: list[dict[str, Any]], implementations: dict[str, str]) -> 
         if str(row["M"]) in times:
             raise ValueError(f"{row['peer']} has two times for {column} at M = {row['M']}: choose with --only")
         times[str(row["M"])] = round(row["us"] if "us" in row else row["ms"], 2)
-        least = floor(row)
+        least = floor(row, read)
         if least is not None:
             found.setdefault((column, FLOOR), {})[str(row["M"])] = round(least, 2)
     order = [*implementations, FLOOR]
@@ -103,12 +105,19 @@ def dumped(run: dict[str, Any]) -> str:
 
 
 def added(
-    data: Any, old: dict[str, Any], title: str, pattern: str, names: dict[str, str] | None = None, **given: str
+    data: Any,
+    old: dict[str, Any],
+    title: str,
+    pattern: str,
+    names: dict[str, str] | None = None,
+    *,
+    read: float = READ,
+    **given: str,
 ) -> dict[str, Any]:
     """The content of a file of docs/results from a benchmark's.
 
-    ``given`` of a run (commit, date, hardware, software) goes before what ``data`` says, that before what ``old`` says.
-    Raises ValueError where nothing says it, and where nothing was measured.
+    ``read``: TB/s, for the floors.  ``given`` of a run (commit, date, hardware, software) goes before what ``data``
+    says, that before what ``old`` says.  Raises ValueError where nothing says it, and where nothing was measured.
     """
     measured = rows(data, pattern, names or {})
     if not measured:
@@ -119,7 +128,7 @@ def added(
     # ours first: the first is compared with the others
     new = sorted(peers.keys() - known.keys(), key=lambda name: (not name.startswith(("moe", "torch")), name))
     implementations = known | {name: name.replace("_", " ") for name in new}
-    found = results(measured, implementations)
+    found = results(measured, implementations, read)
     if any(result["peer"] == FLOOR for result in found):
         implementations[FLOOR] = FLOOR
     before = old.get("run", {})
@@ -154,6 +163,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what was measured, if not what is checked out")
     for name in ("date", "hardware", "software"):
         parser.add_argument(f"--{name}", default="", help="where the benchmark's file does not say it")
+    parser.add_argument("--read", type=float, default=READ, help="what the device reads, TB/s (%(default)s, an H200)")
     arguments = parser.parse_args()
     old = load(arguments.target) if arguments.target.exists() else {}
     if not old and not arguments.title:
@@ -165,7 +175,7 @@ def main() -> int:
         given["date"] = datetime.date.today().isoformat()
     try:
         names = dict(pair.rsplit("=", 1) for pair in arguments.rename)
-        new = added(data, old, arguments.title, arguments.only, names, **given)
+        new = added(data, old, arguments.title, arguments.only, names, read=arguments.read, **given)
     except ValueError as error:
         parser.error(str(error))
     arguments.target.write_text(dumped(new), encoding="utf-8")

@@ -16,9 +16,9 @@ the larger of bytes over NVLink and bytes over the network, each over the bandwi
     call + near_hops * near.latency + far_hops * far.latency
          + max(near_bytes / (near * efficiency), far_bytes / (far * far_efficiency))
 
-Kernels that write into other GPUs' memory also read and write rows in their own GPU's: tokens once, results three
-times.  What of that exceeds the cache takes its bytes over the bandwidth of memory that such kernels attain (what a
-library's collective copies by itself is in the bandwidth that it attains)::
+Kernels that write into other GPUs' memory also read and write rows in their own GPU's while no link is busy: tokens as
+they leave, results as they are added.  What of that exceeds the cache takes its bytes over the bandwidth of memory that
+such kernels attain (what a library's collective copies by itself is in the bandwidth that it attains)::
 
     max(memory_bytes - cache, 0) / (memory_bandwidth * memory_efficiency)
 
@@ -293,8 +293,9 @@ def _low_latency(traffic: Traffic) -> Steps:
     goes = hit * peers.size
     there = direct(PUSH, peers, hit, tokens, size)
     there = replace(there, memory_bytes=tokens * (traffic.result_bytes + goes * size))
-    # results are read, written where they are added, and read there; rows that nobody sent are written by the experts
-    passes = 3 * goes + (peers.size - goes) + 1
+    # results are read where they are added, and sums written; the experts write the rows that nobody sent.  What
+    # results take of the memory on their way, to this rank too, they take while others cross the links
+    passes = goes + (peers.size - goes) + 1
     back = direct(PUSH, peers, hit, tokens, traffic.result_bytes)
     back = replace(back, memory_bytes=tokens * traffic.result_bytes * passes)
     return (there,), (back, *traffic.summing())

@@ -325,8 +325,8 @@ def return_kernel(
 ):
     """Program (p, c) writes columns of a row of partial [ranks * capacity, K] to the rank that the token came from.
 
-    There row m is row me * capacity + m % capacity of what starts at byte `returned`.  Rows without an expert here stay.
-    With SIGNAL the last program signals.
+    There row m is row me * capacity + m % capacity of what starts at byte `returned`.  Rows without an expert here
+    stay.  With SIGNAL the last program signals.
 
     Neighbouring programs have rows of different ranks, each rank beginning with its own: were all ranks to begin with
     the rows of rank 0, its link would carry them while the others' wait.
