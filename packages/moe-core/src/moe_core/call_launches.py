@@ -100,7 +100,9 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
         most = movement.max_tokens(most)
 
     def choice(tokens: int) -> Hashable:
-        return kernel.experts.launch_choice(tokens if movement is None or arriving else movement.max_tokens(tokens))
+        if movement is not None:
+            tokens = movement.chosen_from(tokens) if arriving else movement.max_tokens(tokens)
+        return kernel.experts.launch_choice(tokens)
 
     for tokens in representatives(most, choice, kinds):
         kinds(tokens)

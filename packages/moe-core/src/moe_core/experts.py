@@ -34,6 +34,7 @@ from moe_core.claims import Claims
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
+from moe_core.errors import TensorError
 from moe_core.placement import Placement
 from moe_core.quant_key import QuantKey
 from moe_core.weights import KernelWeights, MoEWeights
@@ -46,9 +47,22 @@ PROTOCOL_VERSION = 3
 
 @dataclass(frozen=True, eq=False)
 class ExpertTokensMetadata:
-    """How many tokens each local expert has, where prepare knows it: ``expert_num_tokens [E_local] int32``."""
+    """How many tokens the local experts have, where prepare knows it.
 
-    expert_num_tokens: Tensor
+    - ``expert_num_tokens`` [E_local] int32: the rows in use of each; always given in the batched format
+    - ``mean``: of all local experts, expected or known on the host, where a call's tokens were chosen because they have
+      an expert here, so that these have more than tokens and top-k say; kernels are chosen by it
+    """
+
+    expert_num_tokens: Tensor | None = None
+    mean: float | None = None
+
+    @staticmethod
+    def rows_in_use(given: ExpertTokensMetadata | None) -> Tensor:
+        """``expert_num_tokens`` of a call in the batched format.  Raises TensorError where they are missing."""
+        if given is None or given.expert_num_tokens is None:
+            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
+        return given.expert_num_tokens
 
 
 class FusedMoEExperts(ABC):
@@ -211,7 +225,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         - ``topk_weights`` [M, k] float32; ``topk_ids`` [M, k] int32 or int64, global expert ids
         - all of these contiguous, the columns of ``hidden_states`` too (its rows may lie apart)
         - ``expert_map`` [E] int32: local index of each global expert, -1 where it lives elsewhere
-        - ``expert_tokens``: rows in use per local expert; always given in the batched format
+        - ``expert_tokens``: what is known of the tokens of local experts; always given in the batched format
 
         Experts that claim ``lora`` take a further keyword, ``lora: LoRA | None = None``: the adapters, and the number
         of each row's (:mod:`moe_core.lora`).

@@ -222,7 +222,8 @@ class FusedMoEKernel:
         - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own ([M', K] where ranks
           share the rows out: :meth:`~moe_core.FusedMoEPrepareAndFinalizeModular.output_tokens`)
         - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows; otherwise
-          classes that need it ask, and the host waits.  Others ignore it
+          classes that need it ask, and the host waits.  A caller that brings tokens to the ranks of their experts by
+          itself says with it from how many the call's were chosen: kernels for as many rows are taken
 
         Where tokens cross ranks, all ranks call together, also those without tokens.
 
@@ -429,7 +430,10 @@ class FusedMoEKernel:
             routing = TokenRouting(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
             self._begin(workspace, partial, partial, hidden_states, routing, replay).finish_tokens()
 
-        if adapter_ids is None and output.is_cuda and experts.launches_only and movement.launches_only:
+        # records do not know of how many tokens the caller has chosen these
+        chosen = tokens_per_rank is not None and sum(tokens_per_rank) != len(hidden_states)
+        recorded = adapter_ids is None and not chosen
+        if recorded and output.is_cuda and experts.launches_only and movement.launches_only:
             given = partial, hidden_states, topk_weights, topk_ids, expert_map
             self._replay_of(experts, movement).run(call, given, self._workspace)
         else:

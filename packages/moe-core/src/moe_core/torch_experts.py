@@ -190,9 +190,7 @@ class TorchExperts(FusedMoEExpertsModular):
         expert_tokens: ExpertTokensMetadata | None,
         lora: LoRA | None,
     ) -> None:
-        if expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
-        counts = expert_tokens.expert_num_tokens
+        counts = ExpertTokensMetadata.rows_in_use(expert_tokens)
         in_use = torch.arange(hidden_states.shape[1], device=counts.device) < counts[:, None]
         every = in_use.flatten().nonzero().flatten()
         output.zero_()

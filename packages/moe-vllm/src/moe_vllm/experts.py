@@ -252,4 +252,22 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         if apply_router_weight_on_input:  # prepare has done it
             topk_weights = torch.ones_like(topk_weights)
         kernel.workspace = Workspace(workspace2.device, workspace2.view(torch.uint8)) if workspace2.numel() else None
-        kernel.apply(hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, output=output)
+        kernel.apply(
+            hidden_states,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            output=output,
+            tokens_per_rank=self._brought(expert_tokens_meta),
+        )
+
+    def _brought(self, expert_tokens_meta: Any) -> list[int] | None:
+        """How many tokens would give the experts here as many rows as the call's, where vLLM has counted these.
+
+        An all-to-all brings only tokens that have an expert here.
+        """
+        counts = getattr(expert_tokens_meta, "expert_num_tokens_cpu", None)
+        if counts is None or not len(counts):
+            return None
+        config = self.selection.config
+        return [round(int(counts.sum()) * config.num_experts / (len(counts) * config.top_k))]

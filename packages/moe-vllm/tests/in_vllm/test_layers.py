@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import moe_core as mc
 import pytest
 import torch
 from moe_vllm.experts import MoeCoreExperts
 from moe_vllm.weights import adopt, bound
+from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
 from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors
@@ -47,6 +49,29 @@ def test_layers_of_several_formats(device: str) -> None:
     for name, form in forms.items():
         expected = own_layer(form, loaded[name], device).apply(x, topk_weights=topk_weights, topk_ids=topk_ids)
         assert torch.equal(run(layers[name], x, topk_weights, topk_ids), expected)
+
+
+def test_tokens_that_came_for_their_experts_are_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen by the rows that experts have: of what an all-to-all brings more than tokens and top-k say."""
+    form = FORMATS["fp8_block"]
+    layer = make_layer(form.config(), moe_config(**form.layer))
+    loaded = form.load()
+    fill(layer, loaded.tensors)
+    process(layer)
+    x, topk_weights, topk_ids = calls(5)
+    experts, told = experts_of(layer), []
+    apply = mc.FusedMoEKernel.apply
+
+    def listed(kernel: mc.FusedMoEKernel, *given: Any, **named: Any) -> torch.Tensor:
+        told.append(named["tokens_per_rank"])
+        return apply(kernel, *given, **named)
+
+    monkeypatch.setattr(mc.FusedMoEKernel, "apply", listed)
+    counts = [3] * E  # of 5 tokens only those pairs are local that vLLM counted: 24 of 8 experts, as of 12 tokens
+    for meta in (None, ExpertTokensMetadata(None, None), ExpertTokensMetadata.make_from_list(counts, "cpu")):
+        routed = torch.empty_like(x), x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids
+        experts.apply(*routed, None, E, None, None, None, x[:0], x[:0], meta, False)
+    assert told == [None, None, [12]]
 
 
 def test_tensors_that_do_not_fit(device: str) -> None:

@@ -207,6 +207,13 @@ class GroupedExperts(FusedMoEExpertsModular):
         made: tuple[FusedLayer, GemvLayer | None] = found
         return made
 
+    def _tokens_alike(self, hidden_states: Tensor, expert_tokens: ExpertTokensMetadata | None) -> int:
+        """How many tokens, of which some have no expert here, give the local experts as many rows as the call does."""
+        mean = None if expert_tokens is None or self.batched else expert_tokens.mean
+        if mean is None:
+            return hidden_states.shape[-2]
+        return max(1, round(mean * self.config.num_experts / self.config.top_k))
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_layers"}
 
@@ -231,11 +238,9 @@ class GroupedExperts(FusedMoEExpertsModular):
         if not self.batched:
             experts, on_input = self.config.local_experts, self.config.apply_router_weight_on_input
             routing = Routing(topk_ids, topk_weights, experts, expert_map, on_input)
-        elif expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         else:
-            routing = Batch(expert_tokens.expert_num_tokens, hidden_states.shape[1])
-        tokens, on_gpu = hidden_states.shape[-2], hidden_states.device.type != "cpu"
+            routing = Batch(ExpertTokensMetadata.rows_in_use(expert_tokens), hidden_states.shape[1])
+        tokens, on_gpu = self._tokens_alike(hidden_states, expert_tokens), hidden_states.device.type != "cpu"
         (layer, gemv), vectors = self.layers(weights), self.gemv_plan(tokens, on_gpu)
         reads = hidden_states_scale is None and gemv is not None and gemv.reads(hidden_states)
         if isinstance(routing, Routing) and gemv is not None and vectors is not None and reads:

@@ -94,6 +94,10 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             self.destinations.tables(device)
         self._connected = True
 
+    def chosen_from(self, rows: int, handle: object = None) -> int:
+        pushed = isinstance(handle, PushedTokens) or (handle is None and self._room is not None)
+        return rows if pushed else self.every_token(rows)
+
     def check(self) -> None:
         """As of :meth:`LowLatencyPrepareAndFinalize.check`, of calls that write into other GPUs' memory."""
         check_came(self, [] if self._room is None else self._room.missing)

@@ -85,16 +85,22 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 class Prepared:
     """What prepare hands to the experts.
 
-    Standard format: ``hidden_states [M', K]``; batched: ``[E_local, T_max, K]`` with
-    ``expert_tokens``.  ``scale`` where the hidden states were quantised.  ``routing`` is of the M' tokens: their ids
-    go with its ``expert_map``, which is the caller's, or None where prepare made them local; its ``adapter_ids`` are of
-    the rows of the hidden states ([M'] or [E_local, T_max]).
+    Standard format: ``hidden_states [M', K]``; batched: ``[E_local, T_max, K]`` with ``expert_tokens``, which say in
+    the standard format how many rows experts have, where tokens and top-k do not.  ``scale`` where the hidden states
+    were quantised.  ``routing`` is of the M' tokens: their ids go with its ``expert_map``, which is the caller's, or
+    None where prepare made them local; its ``adapter_ids`` are of the rows of the hidden states ([M'] or
+    [E_local, T_max]).
     """
 
     hidden_states: Tensor
     routing: TokenRouting
     scale: Tensor | None = None
     expert_tokens: ExpertTokensMetadata | None = None
+
+
+def rows_of_chosen(rows: int, every: int, config: FusedMoEConfig) -> ExpertTokensMetadata | None:
+    """What the experts have of ``rows`` tokens that were chosen from ``every``; None where none was left out."""
+    return None if every == rows else ExpertTokensMetadata(mean=every * config.top_k / config.num_experts)
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
@@ -180,6 +186,14 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def capturable(self) -> bool:
         """Whether calls may be captured in CUDA graphs: the claim, unless this is known of the ranks."""
         return self.claims.cuda_graph
+
+    def chosen_from(self, rows: int, handle: object = None) -> int:
+        """Of how many tokens ``rows`` are those that came, in the mean over uniform routing.
+
+        ``handle``: what dispatch gave for the call; None: any call.  More than ``rows`` where tokens come only to ranks
+        that have one of their experts, and no rows stand for the others.
+        """
+        return rows
 
     @property
     def maps_experts(self) -> bool:

@@ -20,6 +20,7 @@ from moe_core.prepare_finalize.base import (
     Prepared,
     TokenRouting,
     TopKWeightAndReduce,
+    rows_of_chosen,
 )
 from moe_core.prepare_finalize.destinations import Destinations
 from moe_core.prepare_finalize.fixed_order import sum_ranks
@@ -136,7 +137,9 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             if quantize_as is not None and not own:
                 hidden, found = quantize_activation(hidden, quantize_as, static_scale=static_scale)
             came = TokenRouting(tokens.weights, tokens.experts, adapter_ids=tokens.adapter_ids)
-            return Arrived(hidden, came, found, handle=handle)
+            rows = len(hidden)
+            expert_tokens = rows_of_chosen(rows, self.chosen_from(rows, handle), self.config)
+            return Arrived(hidden, came, found, expert_tokens, handle=handle)
 
         return Pending(arrived)
 
@@ -160,6 +163,13 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if self.ranks.parallel.token_sharing is not TokenSharing.EP_RANK or output.is_meta:
             return Pending.done(None)
         return sum_ranks(self.ranks.among(self.ranks.tp), output, fixed_order=self.config.batch_invariant)
+
+    def every_token(self, rows: int) -> int:
+        """Of how many tokens ``rows`` have an expert here, by uniform routing."""
+        from moe_core.distributed.cost import expected_ranks
+
+        config, ep_size = self.config, self.ranks.parallel.ep_size
+        return round(rows * ep_size / float(expected_ranks(config.num_experts, ep_size, config.top_k)))
 
     def counts(self, tokens: Tokens, given: Sequence[int] | None) -> Sequence[int]:
         """How many tokens each rank that exchanges some brings: what is ``given``, or told by the ranks.

@@ -86,6 +86,9 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
         """Codes in e4m3 with float32 scales; others are made where the tokens arrive."""
         return key.is_token_wise and key.dtype == FP8_E4M3 and key.scale.dtype is torch.float32
 
+    def chosen_from(self, rows: int, handle: object = None) -> int:
+        return self.every_token(rows)
+
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:

@@ -11,13 +11,18 @@ from moe_core.prepare_finalize.base import (
     Prepared,
     TokenRouting,
     TopKWeightAndReduce,
+    rows_of_chosen,
 )
 from moe_core.prepare_finalize.claims import PrepareFinalizeClaims
 from moe_core.quant_key import QuantKey
 
 
 class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
-    """Standard format, no communication."""
+    """Standard format, no communication.
+
+    ``tokens_per_rank``, of a caller that brings the tokens of several ranks to their experts by itself, says from how
+    many the call's were chosen, as having an expert here.
+    """
 
     name = "none"
     activation_format = FusedMoEActivationFormat.STANDARD
@@ -41,7 +46,9 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
             from moe_core.ops.quantize import quantize_activation
 
             hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
-        return Pending.done(Prepared(hidden_states, routing, scale))
+        rows, counts = len(hidden_states), routing.tokens_per_rank
+        expert_tokens = rows_of_chosen(rows, rows if counts is None else sum(counts), self.config)
+        return Pending.done(Prepared(hidden_states, routing, scale, expert_tokens))
 
     def finalize_async(
         self,

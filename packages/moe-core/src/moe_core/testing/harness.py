@@ -186,7 +186,7 @@ class PoisonedBatches(BatchedPrepareAndFinalize):
     def prepare_async(self, *arguments: Any, **named: Any) -> Pending[Prepared]:
         prepared = super().prepare_async(*arguments, **named).wait()
         x, expert_tokens = prepared.hidden_states, prepared.expert_tokens
-        if expert_tokens is not None:
+        if expert_tokens is not None and expert_tokens.expert_num_tokens is not None:
             unused = torch.arange(x.shape[1], device=x.device) >= expert_tokens.expert_num_tokens[:, None]
             for tensor in (x, prepared.scale):
                 if tensor is not None and tensor.dim() == 3:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeights, TensorError, WorkspaceSpec
+from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeights, WorkspaceSpec
 from moe_core.libraries_api import activate_and_quantize, quantize_activation
 from torch import Tensor
 
@@ -53,11 +53,9 @@ class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
         hidden_states_scale: Tensor | None = None,
         expert_tokens: ExpertTokensMetadata | None = None,
     ) -> None:
-        if expert_tokens is None:
-            raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         config, key, pow2 = self.config, self.row_key, self.power_of_two
         experts, tokens, hidden = hidden_states.shape
-        inter, counts = config.intermediate_size, expert_tokens.expert_num_tokens
+        inter, counts = config.intermediate_size, ExpertTokensMetadata.rows_in_use(expert_tokens)
         height = _padded(tokens)
         # where tokens spread evenly: it only chooses among kernels
         expected = min(tokens, max(1, -(-tokens * config.top_k // config.num_experts)))
