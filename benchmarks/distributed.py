@@ -266,8 +266,12 @@ def measure(
         mine = ((everything[2] // held) == rank).any(1)
         came = [part[mine] for part in everything]
 
-        def share(came: list[Tensor] = came) -> Tensor:
-            return shared.alone.apply(came[0], topk_weights=came[1], topk_ids=came[2], expert_map=expert_map)
+        brought = [count] * ranks
+
+        def share(came: list[Tensor] = came, brought: list[int] = brought) -> Tensor:
+            return shared.alone.apply(
+                came[0], topk_weights=came[1], topk_ids=came[2], expert_map=expert_map, tokens_per_rank=brought
+            )
 
         calls = CALLS if count <= 512 else 1
         alone_us = timed(share, graph=True, calls=calls)
