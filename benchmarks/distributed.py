@@ -127,25 +127,31 @@ def slowest(value: float) -> float:
 
 
 def timed(call: Callable[[], object], *, graph: bool, calls: int = 1) -> float:
-    """Microseconds of a call, the slowest rank's median; ``calls`` in a graph."""
+    """Microseconds of a call, the slowest rank's median; of ``calls`` behind each other, in a graph or without.
+
+    Ranks leave a barrier one after the other: of a single call that would be a part of its time.
+    """
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
     for _ in range(3):
         call()
     torch.cuda.synchronize()
-    calls = calls if graph else 1
-    replay = call
+    run = several
     if graph:
         stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream), torch.cuda.graph(captured, stream=stream):
-            for _ in range(calls):
-                call()
-        replay = captured.replay
+            several()
+        run = captured.replay
     times = []
     for _ in range(REPLAYS + 3):
         dist.barrier()
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        replay()
+        run()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / calls)
@@ -292,7 +298,7 @@ def measure(
                 expected = found if expected is None else expected
                 error = slowest(float((found - expected).norm() / expected.norm()))
                 taken = kernel.prepare_finalize.name
-                eager_us = timed(call, graph=False)
+                eager_us = timed(call, graph=False, calls=calls)
                 us = eager_us
                 if kernel.prepare_finalize.capturable:
                     us = timed(partial(call, [count] * ranks), graph=True, calls=calls)
