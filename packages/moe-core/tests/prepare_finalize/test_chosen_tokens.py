@@ -80,7 +80,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize(("counts", "tokens"), [(None, 40), ([40], 40), ([90, 0, 70], 160)])
+# few experts of the tokens that came may be here: scratch memory is for as many as came all the same
+@pytest.mark.parametrize(("counts", "tokens"), [(None, 40), ([40], 40), ([90, 0, 70], 160), ([10], 40), ([0], 40)])
 def test_a_caller_says_from_how_many_it_chose(
     counts: list[int] | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

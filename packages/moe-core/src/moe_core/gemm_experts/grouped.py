@@ -208,11 +208,14 @@ class GroupedExperts(FusedMoEExpertsModular):
         return made
 
     def _tokens_alike(self, hidden_states: Tensor, expert_tokens: ExpertTokensMetadata | None) -> int:
-        """How many tokens, of which some have no expert here, give the local experts as many rows as the call does."""
-        mean = None if expert_tokens is None or self.batched else expert_tokens.mean
+        """How many tokens, of which some have no expert here, give the local experts as many rows as the call does.
+
+        No fewer than the call has: its scratch memory may be too small for a plan of fewer (split-K, vectors).
+        """
+        tokens, mean = hidden_states.shape[-2], None if expert_tokens is None or self.batched else expert_tokens.mean
         if mean is None:
-            return hidden_states.shape[-2]
-        return max(1, round(mean * self.config.num_experts / self.config.top_k))
+            return tokens
+        return max(tokens, round(mean * self.config.num_experts / self.config.top_k))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_layers"}
