@@ -83,13 +83,6 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
     With expert ids of 32 and of 64 bits, and, where the layer has places for them, with and without adapters.
     ``mapped``: calls bring an expert map; they always do where experts live elsewhere.
     """
-    found: dict[int, list[Launch]] = {}
-
-    def kinds(tokens: int) -> frozenset[Hashable]:
-        if tokens not in found:
-            found[tokens] = list(call_launches(kernel, tokens, mapped=mapped))
-        return frozenset(one.compiled_for() for one in found[tokens])
-
     movement = kernel.prepare_finalize
     if movement is not None and kernel.config.max_num_tokens is not None:
         most = min(most, kernel.config.max_num_tokens)
@@ -104,9 +97,19 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
             tokens = movement.chosen_from(tokens) if arriving else movement.max_tokens(tokens)
         return kernel.experts.launch_choice(tokens)
 
-    for tokens in representatives(most, choice, kinds):
-        kinds(tokens)
-    return [one for launches in found.values() for one in launches]
+    recorded: list[Launch] = []
+    for _ in (None,) if movement is None else movement.arrivals():
+        found: dict[int, list[Launch]] = {}
+
+        def kinds(tokens: int, found: dict[int, list[Launch]] = found) -> frozenset[Hashable]:
+            if tokens not in found:
+                found[tokens] = list(call_launches(kernel, tokens, mapped=mapped))
+            return frozenset(one.compiled_for() for one in found[tokens])
+
+        for tokens in representatives(most, choice, kinds):
+            kinds(tokens)
+        recorded += [one for launches in found.values() for one in launches]
+    return recorded
 
 
 def routing_launches(layer: Layer, most: int) -> list[Launch]:

@@ -43,10 +43,11 @@ def warm_up(layers: Layers, max_tokens: int, *, progress: Progress | None = None
     """Compile every kernel that calls of ``layers`` with 1 to ``max_tokens`` tokens launch, several at a time.
 
     ``layers``: the model, or its layers or kernels; those that are alike share their kernels.  No later call compiles,
-    in a CUDA graph's capture say, as long as its tensors start at multiples of 16 bytes and their rows follow each
-    other.  Expert ids of 32 and 64 bits are provided for, calls with and without adapters where a layer has places for
-    them, and the layer's routing, of logits in float32 or its own dtype.  Nothing runs, and no memory is taken but that
-    of the kernels.
+    in a CUDA graph's capture say, as long as its tensors start at multiples of 16 bytes, their rows follow each other,
+    and no caller says that it has chosen them (``tokens_per_rank`` of a layer whose tokens cross no ranks).  Expert ids
+    of 32 and 64 bits are provided for, calls with and without adapters where a layer has places for them, and the
+    layer's routing, of logits in float32 or its own dtype.  Nothing runs, and no memory is taken but that of the
+    kernels.
 
     Experts that call a kernel library are called instead, with 1, 2, 4 … ``max_tokens`` random tokens, since only a
     call makes the library compile or load what it needs.  Where tokens cross ranks, every rank warms up with the same

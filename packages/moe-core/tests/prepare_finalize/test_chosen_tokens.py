@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import FusedMoEConfig, FusedMoEKernel, FusedMoEParallelConfig
-from moe_core.call_launches import launches_up_to
+from moe_core.call_launches import call_launches, launches_up_to
 from moe_core.gemm_experts.grouped import GroupedExperts
 from moe_core.jit.launch import record
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
@@ -18,8 +18,9 @@ from moe_core.prepare_finalize.collective import CollectivePrepareAndFinalize
 from moe_core.prepare_finalize.deepep import DeepEPPrepareAndFinalize
 from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.prepare_finalize.pushed import PushedTokens
+from moe_core.testing.compile_cases import meta_layer_weights
 from moe_core.workspace import Workspace
-from moe_core_meta_layers import experts_cases, layer_of, on_h200
+from moe_core_meta_layers import H200, experts_cases, grouped_experts, keys_on_h200, layer_of, on_h200
 
 EP, E, TOP_K = 4, 16, 2
 CLASSES = (AllToAllPrepareAndFinalize, DeepEPPrepareAndFinalize)
@@ -65,6 +66,21 @@ def test_rows_that_no_token_is_in_stand_for_the_others() -> None:
     assert layer.chosen_from(40) > 40
     layer._room = object()  # type: ignore[assignment]
     assert layer.chosen_from(40) == 40
+
+
+def test_warming_up_before_gpus_share_memory_covers_both_ways() -> None:
+    """Rows that are sent are chosen ones; those that GPUs write into each other's memory are not."""
+    layer = movement(AllToAllPrepareAndFinalize, top_k=1, hidden_size=5120, intermediate_size=8192)
+    cls = next(one for one in grouped_experts() if one.__name__ == "MarlinMxfp4Experts")
+    weight_key, activation_key = keys_on_h200(cls, layer.config)[0]
+    experts = cls(layer.config, weight_key=weight_key, activation_key=activation_key, device=H200)
+    kernel = FusedMoEKernel(experts, meta_layer_weights(experts), layer)
+    warm = {one.compiled_for() for one in launches_up_to(kernel, 16)}
+    layer._connected = True
+    for supposed in (False, True):
+        layer._supposed = supposed
+        for tokens in range(EP, 16 * EP + 1, EP):
+            assert {one.compiled_for() for one in call_launches(kernel, tokens)} <= warm
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:

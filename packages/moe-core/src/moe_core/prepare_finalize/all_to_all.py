@@ -9,7 +9,7 @@ gaps, and the host waits for the routing, since it has to know how many go where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bound
 from typing import TYPE_CHECKING
@@ -82,6 +82,8 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         super().__init__(config, groups, placement=placement)
         self._room: ExchangeRoom | None = None
         self._connected = False
+        #: whether calls are recorded as if GPUs shared memory
+        self._supposed = False
 
     def connect(self, device: torch.device) -> None:
         """Find out whether GPUs share memory; the first call does it too.  All ranks call it at the same time."""
@@ -95,8 +97,18 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         self._connected = True
 
     def chosen_from(self, rows: int, handle: object = None) -> int:
-        pushed = isinstance(handle, PushedTokens) or (handle is None and self._room is not None)
+        shared = self._room is not None or self._supposed
+        pushed = isinstance(handle, PushedTokens) or (handle is None and shared)
         return rows if pushed else self.every_token(rows)
+
+    def arrivals(self) -> Iterator[None]:
+        yield
+        if not self._connected:
+            self._supposed = True
+            try:
+                yield
+            finally:
+                self._supposed = False
 
     def check(self) -> None:
         """As of :meth:`LowLatencyPrepareAndFinalize.check`, of calls that write into other GPUs' memory."""

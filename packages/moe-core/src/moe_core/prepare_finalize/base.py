@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -194,6 +194,13 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         that have one of their experts, and no rows stand for the others.
         """
         return rows
+
+    def arrivals(self) -> Iterator[None]:
+        """Once for each way in which tokens may arrive: meanwhile calls on meta tensors are recorded with that one.
+
+        Several where it is not known before the first call.
+        """
+        yield
 
     @property
     def maps_experts(self) -> bool:
