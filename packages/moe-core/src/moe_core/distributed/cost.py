@@ -33,6 +33,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +50,7 @@ def hit_probability(num_experts: int, held: int, top_k: int) -> Fraction:
     return 1 - Fraction(math.comb(max(num_experts - held, 0), top_k), math.comb(num_experts, top_k))
 
 
+@cache
 def expected_ranks(num_experts: int, ep_size: int, top_k: int) -> Fraction:
     """How many expert-parallel ranks a token goes to on average, where the first hold one more if E does not divide."""
     each, more = divmod(num_experts, ep_size)
@@ -293,9 +295,9 @@ def _low_latency(traffic: Traffic) -> Steps:
     goes = hit * peers.size
     there = direct(PUSH, peers, hit, tokens, size)
     there = replace(there, memory_bytes=tokens * (traffic.result_bytes + goes * size))
-    # results are read where they are added, and sums written; the experts write the rows that nobody sent.  What
+    # a row of each rank, read where results are added or, if nobody sent it, written by the experts; and the sum.  What
     # results take of the memory on their way, to this rank too, they take while others cross the links
-    passes = goes + (peers.size - goes) + 1
+    passes = peers.size + 1
     back = direct(PUSH, peers, hit, tokens, traffic.result_bytes)
     back = replace(back, memory_bytes=tokens * traffic.result_bytes * passes)
     return (there,), (back, *traffic.summing())

@@ -234,11 +234,11 @@ def _nvlink(
     cache: float,
     rates: Mapping[int, float],
     measured: Mapping[str, Kind] | None = None,
-    gpus: str = "",
+    where: str = "",
 ) -> Machine:
     """Units of data sheets: GB/s of each direction, TB/s of memory, MB of cache, TFLOP/s of dense products.
 
-    ``measured`` kinds of steps, on so many ``gpus``.
+    ``measured`` kinds of steps, and ``where``.
     """
     machine = Machine(
         name,
@@ -249,7 +249,7 @@ def _nvlink(
         rates={bits: rate * 1e12 for bits, rate in rates.items()},
         cache=cache * 1e6,
     )
-    return machine if measured is None else replace(machine, kinds=measured, source=_SOURCE.format(gpus))
+    return machine if measured is None else replace(machine, kinds=measured, source=_SOURCE.format(where))
 
 
 #: what layers of this package attained: benchmarks/distributed_model.py, of docs/results/several-gpus-h100.json, and of
@@ -265,7 +265,7 @@ _H200 = {
     REDUCE_SCATTER: Kind(14.5e-6, 0.43, 0.8),
     PUSH: Kind(8.5e-6, 0.85, 0.75),
 }
-_SOURCE = "data sheets; all-gather, reduce-scatter and push measured on {} GPUs of a host, all else assumed"
+_SOURCE = "data sheets; all-gather, reduce-scatter and push measured on {}, all else assumed"
 
 #: Hosts of eight GPUs with one network adapter each (200 Gbit/s for A100, else 400), a rack of 72.
 MACHINES: Mapping[str, Machine] = MappingProxyType(
@@ -273,8 +273,10 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         machine.name: machine
         for machine in (
             _nvlink("a100", 8, 300, 25, 2.04, 40, {16: 312, 8: 624}),
-            _nvlink("h100", 8, 450, 50, 3.35, 50, {16: 989, 8: 1979}, _H100, "two and four"),
-            _nvlink("h200", 8, 450, 50, 4.8, 50, {16: 989, 8: 1979}, _H200, "two"),
+            _nvlink("h100", 8, 450, 50, 3.35, 50, {16: 989, 8: 1979}, _H100, "two and four GPUs of a host"),
+            _nvlink(
+                "h200", 8, 450, 50, 4.8, 50, {16: 989, 8: 1979}, _H200, "two GPUs of a host (what push attains: H100)"
+            ),
             _nvlink("b200", 8, 900, 50, 7.7, 126, {16: 2250, 8: 4500, 4: 9000}),
             _nvlink("gb200", 72, 900, 50, 8.0, 126, {16: 2500, 8: 5000, 4: 10000}),
         )
