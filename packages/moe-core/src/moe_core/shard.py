@@ -51,8 +51,8 @@ def shard_layer(
     up, as long as no expert is on several of them: an all-reduce gives the layer's output, w2's bias is the first
     tensor-parallel rank's.  (With replicas a placement must say which rank takes a token:
     :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.)
-    Raises ConfigError for a layer that is a rank's part already, for another layer's ``cut``, and where there are fewer
-    groups of columns, or experts, than ranks; TensorError for weights that don't fit ``config``.
+    Raises ConfigError for a layer that is a rank's part already, for another layer's ``cut``, for ranks among which no
+    cut shares the columns, and for fewer experts than ranks; TensorError for weights that don't fit ``config``.
     """
     weights.validate(config)
     if config.local_experts != config.num_experts:

@@ -27,6 +27,8 @@ from moe_core_cli.parser import Paragraphs, Parser, meant, path, seconds, shown,
 _ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
 FORMATS = ("standard", "batched")
+#: of a layer that is timed where nothing else is said: moe_core.cli._layers.DEFAULT_SHAPE
+TIMED_SHAPE = "128,8,2048,768"
 
 _RUN = """\
 The output is the routed experts' weighted sum [M, K], without shared experts.  --input is a safetensors file with
@@ -158,7 +160,7 @@ def _quickstart(parser: argparse.ArgumentParser) -> None:
 
 def _run(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    _of_checkpoint(parser)
+    _of_checkpoint(parser, activation="by model_type")
     add_tokens(parser, 32, "random tokens without --input (default: 32)")
     add_seed(parser, "of the random tokens (default: 0)")
     add_backend(parser)
@@ -219,7 +221,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=seconds, metavar="GB/s", help="of the floor (default: measured)")
     parser.add_argument("--rate", type=seconds, metavar="TFLOP/s", help="of the floor (default: measured)")
     add_dtype(parser)
-    _shape(parser)
+    _shape(parser, TIMED_SHAPE)
     add_ranks(parser, "several ranks, each a process of torchrun's")
 
 
@@ -241,7 +243,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
         "--output", type=path, metavar="F.json", help="the profile, which keeps its other layers (default: your own)"
     )
     add_dtype(parser)
-    _made_up(parser)
+    _made_up(parser, TIMED_SHAPE)
 
 
 def _own(
@@ -266,7 +268,7 @@ _COMMANDS = dict(
 COMMANDS = installed.OWN
 
 
-def _of_checkpoint(parser: argparse.ArgumentParser) -> None:
+def _of_checkpoint(parser: argparse.ArgumentParser, activation: str = "by model_type, silu without DIR") -> None:
     parser.add_argument("--layer", type=whole, metavar="N", help="index of the layer (default: the first with MoE)")
     add_quantize(parser)
     add_activation_key(parser)
@@ -277,11 +279,11 @@ def _of_checkpoint(parser: argparse.ArgumentParser) -> None:
         help="scoring function and what else is on, e.g. sigmoid,renormalize,routed_scaling_factor=2.5; per_call: "
         "topk_ids and topk_weights are given (default: by config.json's model_type)",
     )
-    parser.add_argument("--activation", metavar="NAME", help="default: by model_type, silu without DIR")
+    parser.add_argument("--activation", metavar="NAME", help=f"default: {activation}")
     parser.add_argument("--assume", action="store_true", help="of an unknown model_type, accept what is guessed")
 
 
-def _shape(parser: argparse.ArgumentParser) -> None:
+def _shape(parser: argparse.ArgumentParser, default: str = "") -> None:
     """A layer without a checkpoint, and what none says."""
     add_choice(
         parser, "--activation-format", "standard", FORMATS, "|".join(FORMATS), "layout of the tokens that experts get"
@@ -289,13 +291,15 @@ def _shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuning", metavar="F.json", help="a tuning profile, or none (default: MOE_TUNING, or your own of the GPU)"
     )
-    _made_up(parser)
+    _made_up(parser, default)
 
 
-def _made_up(parser: argparse.ArgumentParser) -> None:
-    """A layer by its numbers."""
+def _made_up(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """A layer by its numbers; ``default``: its sizes, where the command has some."""
     group = parser.add_argument_group("a layer without a checkpoint")
     add_scheme(group, "quantisation scheme, e.g. fp8")
-    group.add_argument("--shape", metavar="E,k,K,N", help="experts, experts per token, hidden and intermediate size")
+    sizes = "experts, experts per token, hidden and intermediate size"
+    stated = f" (default: {default})" if default else ""
+    group.add_argument("--shape", metavar="E,k,K,N", help=sizes + stated)
     group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym[64x128] (default: the first)")
     group.add_argument("--bias", action="store_true", help="the experts have biases")

@@ -24,7 +24,7 @@ import pytest
 import torch
 from moe_core import CheckpointError, ConfigError, FusedMoEConfig, Requirement, Verified, __version__, entry_points
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import _machine, _output, _picture
+from moe_core.cli import _machine, _output, _picture, doctor
 from moe_core.cli import quickstart as quickstart_command
 from moe_core.cli._layers import random_call
 from moe_core.cli._output import locked, written_folder
@@ -175,6 +175,13 @@ def test_doctor(moe: Any) -> None:
     assert all(item["command"] for item in data["missing"])
     out = moe("doctor").out
     assert "backends: gpu, plain" in out
+
+
+def test_doctors_columns_make_room_for_long_names(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", (*doctor.PACKAGES, "a-package-with-a-long-name"))
+    out = moe("doctor").out.splitlines()
+    assert "  a-package-with-a-long-name -" in out
+    assert f"  {'torch':<26} {importlib.metadata.version('torch')}" in out
 
 
 def test_doctor_asks_integrations(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

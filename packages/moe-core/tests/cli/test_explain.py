@@ -99,6 +99,10 @@ def test_the_batched_format(moe: Any) -> None:
     [
         (("--tokens", "0"), "--tokens 0: expected 1 or more"),
         (("--all-layers",), "--all-layers is for a checkpoint folder"),
+        (("--layer", "1"), "--layer is for a checkpoint folder, and none is given"),
+        (("--stack", "talker"), "--stack is for a checkpoint folder"),
+        (("--routing", "softmax"), "--routing is for a checkpoint folder"),
+        (("--assume",), "--assume is for a checkpoint folder"),
     ],
 )
 def test_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:
@@ -188,8 +192,8 @@ def test_warnings_are_lines(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert moe("doctor").err == "moe: warning: something\\x1b[2K is left out\n"
 
 
+@pytest.mark.parametrize("command", [("explain",), ("explain", "--all-layers"), ("bench",)], ids=" ".join)
 @pytest.mark.parametrize("option", [("--weight-key", "kMxfp8Static"), ("--bias",)], ids=lambda option: option[0])
-def test_what_a_checkpoint_says_by_itself(moe: Any, option: tuple[str, ...]) -> None:
-    result = moe("explain", "somewhere", *option)
-    assert result.code != 0
-    assert f"{option[0]} describes a layer of --scheme and --shape" in result.err
+def test_what_a_checkpoint_says_by_itself(moe: Any, command: tuple[str, ...], option: tuple[str, ...]) -> None:
+    moe.refuses(*command, "somewhere", *option, parts=(f"{option[0]} describes a layer of --scheme and --shape",))
+    moe.refuses(*command, "somewhere", "--scheme", "plain", parts=("or described by --scheme and --shape, not both",))

@@ -14,11 +14,13 @@ import pytest
 import torch
 from moe_core import DeviceInfo, Oracle
 from moe_core.cli import tune
+from moe_core.cli._layers import DEFAULT_SHAPE
 from moe_core.gemm.plan import TilePlan
 from moe_core.testing.commands import Moe
 from moe_core.tuning import TuningProfile
 from moe_core.tuning.limits import Plan
 from moe_core.tuning.places import user_path
+from moe_core_cli.grammar import TIMED_SHAPE
 
 GPU = DeviceInfo("cuda", "sm90", "NVIDIA H200", 132, 227 << 10, 50 << 20, 141 << 30)
 pytest.importorskip("moe_wna16", reason="a layer of a scheme package is tuned")
@@ -58,6 +60,13 @@ def moe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MOE_TUNING", raising=False)
     return Moe(capsys)
+
+
+def test_a_folder_and_a_shape_are_not_mixed(moe: Moe) -> None:
+    for options in (("--layer", 2), ("--assume",)):
+        moe.refuses("tune", *LAYER, *options, parts=(f"{options[0]} is for a checkpoint folder, and none is given",))
+    moe.refuses("tune", "somewhere", *LAYER, parts=("or described by --scheme and --shape, not both",))
+    assert TIMED_SHAPE == DEFAULT_SHAPE
 
 
 def test_the_best_is_written_and_found(moe: Moe) -> None:

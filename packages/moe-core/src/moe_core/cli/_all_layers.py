@@ -13,7 +13,7 @@ from moe_core.checkpoint.experts import ranges
 from moe_core.cli import _arguments, _report
 from moe_core.cli._output import bytes_text, emit, progress, table
 from moe_core.cli._select import select
-from moe_core.errors import ConfigError, MoEError
+from moe_core.errors import MoEError
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint, LayerSource
@@ -46,8 +46,6 @@ def explain_all(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it."""
     from moe_core.checkpoint import Checkpoint
 
-    if args.path is None or args.layer is not None:
-        raise ConfigError("--all-layers is for a checkpoint folder, without --layer")
     checkpoint = Checkpoint.open(args.path)
     indices = checkpoint.moe_layers
     if not indices:

@@ -56,6 +56,28 @@ def cuts_of(
     return replace(config, parallel=parallel, num_local_experts=local), cuts
 
 
+def check_origin(args: argparse.Namespace) -> None:
+    """Raise ConfigError for arguments of a checkpoint folder where none is given, or of a made-up layer beside one."""
+    if args.path is None:
+        about = {
+            "--layer": args.layer,
+            "--stack": args.stack,
+            "--routing": args.routing,
+            "--assume": args.assume or None,
+        }
+        given = next((option for option, value in about.items() if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"{given} is for a checkpoint folder, and none is given")
+        return
+    if args.shape is not None or args.scheme is not None:
+        raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
+    if args.weight_key is not None or args.bias:
+        raise ConfigError(
+            f"{'--bias' if args.weight_key is None else '--weight-key'} describes a layer of --scheme and --shape; "
+            "a checkpoint folder says it by itself"
+        )
+
+
 def source_of(
     args: argparse.Namespace,
     checkpoint: Checkpoint,

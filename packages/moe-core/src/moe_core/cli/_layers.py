@@ -40,6 +40,7 @@ class Layer:
 
 def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
     """The layer that the arguments name: of a checkpoint folder, or by --scheme and --shape."""
+    _arguments.check_origin(args)
     if args.path is None:
         return _of_shape(args, device)
     from moe_core.checkpoint import Checkpoint
@@ -49,6 +50,7 @@ def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
 
 def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Layer]:
     """One of each kind among the layers of a checkpoint folder, or the one that the arguments name."""
+    _arguments.check_origin(args)
     if args.path is None or args.layer is not None:
         return [the_layer(args, device)]
     from moe_core.checkpoint import Checkpoint

@@ -190,25 +190,26 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
 
 
 def _text(data: dict[str, Any]) -> str:
+    width = max(18, *map(len, data["versions"]))
     lines = [f"python {data['python']} ({data['executable']}), {data['platform']}", "", "packages"]
-    lines += [f"  {name:<18} {version or '-'}" for name, version in data["versions"].items()]
+    lines += [f"  {name:<{width}} {version or '-'}" for name, version in data["versions"].items()]
     lines += ["", "devices"]
     for device in data["devices"]:
         memory = f", {bytes_text(device['memory'])}" if device["memory"] else ""
         fp8 = ", fp8 tensor cores" if device["fp8"] else ""
-        lines.append(f"  {device['device']:<18} {device['name']} ({device['arch']}{memory}{fp8})")
+        lines.append(f"  {device['device']:<{width}} {device['name']} ({device['arch']}{memory}{fp8})")
     lines += ["", "schemes"]
-    lines += [f"  {s['scheme']:<18} backends: {', '.join(s['backends'])}" for s in data["schemes"]] or ["  none"]
+    lines += [f"  {s['scheme']:<{width}} backends: {', '.join(s['backends'])}" for s in data["schemes"]] or ["  none"]
     if data["integrations"]:
         lines += ["", "integrations"]
         lines += [
-            f"  {name if not i else '':<18} {line}"
+            f"  {name if not i else '':<{width}} {line}"
             for name, says in data["integrations"].items()
             for i, line in enumerate(says)
         ]
     if data["missing"]:
         lines += ["", "missing"]
-        lines += [f"  {m['what']:<18} {m['why']}\n{'':<21}{m['command']}" for m in data["missing"]]
+        lines += [f"  {m['what']:<{width}} {m['why']}\n{'':<{width + 3}}{m['command']}" for m in data["missing"]]
     if data["notes"]:
         lines += ["", "notes", *(f"  {note}" for note in data["notes"])]
     if data["faults"]:

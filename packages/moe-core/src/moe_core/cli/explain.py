@@ -29,6 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if parallel is None and (args.all2all is not None or args.machine is not None):
         raise ConfigError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
     names = names_of(args.device)
+    if args.all_layers and (args.path is None or args.layer is not None):
+        raise ConfigError("--all-layers is for a checkpoint folder, without --layer")
+    _arguments.check_origin(args)
     if args.all_layers:
         if len(names) > 1:
             raise ConfigError(f"--all-layers is of one device, got --device {args.device!r}")
@@ -52,13 +55,6 @@ def _explain(args: argparse.Namespace) -> Explained:
     if args.path is not None:
         from moe_core.checkpoint import Checkpoint
 
-        if args.shape is not None or args.scheme is not None:
-            raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
-        if args.weight_key is not None or args.bias:
-            raise ConfigError(
-                f"{'--bias' if args.weight_key is None else '--weight-key'} describes a layer of --scheme and --shape; "
-                "a checkpoint folder says it by itself"
-            )
         source = _arguments.source_of(args, Checkpoint.open(args.path), parallel=parallel)
         scheme, config, cuts = source.scheme, source.config, source.cuts
         keys = source.weight_key, source.activation_key
