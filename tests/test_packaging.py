@@ -51,6 +51,13 @@ class TestEveryPackage:
         assert (ROOT / "packages" / name / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+def test_types_of_every_package_are_checked() -> None:
+    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    sources = {f"packages/{name}/src" for name in PROJECTS}
+    assert set(mypy["mypy_path"]) == sources
+    assert sources <= set(mypy["files"])
+
+
 @pytest.mark.parametrize("name", sorted(PROJECTS.keys() - {"moe-core"}))
 def test_package_needs_core_and_no_other_of_ours(name: str) -> None:
     ours = [normal(item) for item in PROJECTS[name]["dependencies"] if item.startswith("moe-")]
