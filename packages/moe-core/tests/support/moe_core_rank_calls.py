@@ -15,6 +15,7 @@ from moe_core.distributed import ParallelGroups
 from moe_core.distributed.agreement import check_layers
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.kernel_call import overlapped
+from moe_core.lora import LoRAWeights
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduceNoOP
 from moe_core.prepare_finalize.by_name import default_prepare_finalize, load_prepare_finalize
@@ -296,6 +297,24 @@ def disagreeing(rank: int) -> list[str]:
     ]
 
 
+def adapters(rank: int) -> list[str]:
+    """What ranks are told of which some give adapters, and one has none for its tokens; they may call again."""
+    groups = ParallelGroups.create(timeout=10, dp_size=4)
+    x, _, topk_weights, topk_ids = batch(rank)
+    given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    expected = whole(ToyExperts).apply(x, **given)
+    found = []
+    for all2all in BACKENDS:
+        kernel = part(
+            ToyExperts, groups.with_tokens(4, all2all), is_lora_enabled=True, max_loras=1, max_lora_rank=1
+        )
+        kernel.lora = LoRAWeights.zeros(kernel.config, "cpu")
+        ids = None if rank == 2 else torch.zeros(len(x), dtype=torch.int32)
+        found.append(told(partial(kernel.apply, x, **given, adapter_ids=ids)))
+        equal(kernel.apply(x, **given), expected)
+    return found
+
+
 def missing(rank: int) -> tuple[list[str], float]:
     """Rank 1 doesn't take part in a call: what the others are told with each all2all backend, and after how long."""
     found, longest = [], 0.0
@@ -336,5 +355,5 @@ def unfit(rank: int) -> list[str]:
 
 def every(rank: int) -> dict[str, Any]:
     """All of these in one start of the ranks; :func:`missing` last, since it leaves groups that are broken."""
-    programs = (kinds_of_experts, steps, same_tokens, moving, copies, invariant, disagreeing, unfit, missing)
+    programs = (kinds_of_experts, steps, same_tokens, moving, copies, invariant, adapters, disagreeing, unfit, missing)
     return {program.__name__: program(rank) for program in programs}

@@ -182,10 +182,26 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         device = tokens.experts.device
         if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return [own] * size
-        return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)")]
+        return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)", tokens)]
 
-    def tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
-        """What each rank tells the others, as many integers as this one."""
+    def tell(self, numbers: Sequence[int], what: str, tokens: Tokens) -> list[list[int]]:
+        """What each rank tells the others, as many integers as this one, of a call with ``tokens``.
+
+        Raises TensorError, on every rank, where one gives adapters and another none: their rows differ in length.
+        """
+        if not self.config.is_lora_enabled:
+            return self._tell(numbers, what)
+        found = self._tell([*numbers, int(tokens.adapter_ids is not None)], what)
+        given, missing = ([rank for rank, told in enumerate(found) if told[-1] == flag] for flag in (1, 0))
+        if given and missing:
+            raise TensorError(
+                f"adapter_ids are given by dp_rank {', '.join(map(str, given))} and not by dp_rank "
+                f"{', '.join(map(str, missing))}: all ranks of a call give them, -1 for tokens without an adapter, or "
+                "none does"
+            )
+        return [told[:-1] for told in found]
+
+    def _tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
         from moe_core.distributed.host_numbers import HostNumbers
 
         table = HostNumbers.connect(self.exchange, what)
