@@ -55,6 +55,16 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
 WRONG_WIDTHS = (X.T, X.reshape(10, 8), X[:4].reshape(2, 32), X[:, :15], X[None, :, :, None], torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("counts", [5, [], "5", ["5"], [5.0], [6, -1], [None]], ids=repr)
+def test_tokens_per_rank_that_count_nothing_are_refused(counts: Any) -> None:
+    layer = make_layer()
+    for call in (layer, layer.start):
+        with pytest.raises(
+            TensorError, match=r"tokens_per_rank is .*, expected a number of tokens \(0 or more\) for each"
+        ):
+            call(X, **routing(), tokens_per_rank=counts)
+
+
 @pytest.mark.parametrize("x", WRONG_WIDTHS, ids=lambda x: str(list(x.shape)))
 @pytest.mark.parametrize("how", ["router", "logits", "topk"])
 def test_hidden_states_of_another_width_are_refused(x: Tensor, how: str) -> None:

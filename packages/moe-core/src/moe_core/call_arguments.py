@@ -5,6 +5,9 @@ Every call asks, so a good argument costs a few attribute reads.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -143,3 +146,15 @@ def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRA
     check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
     check_dtype("adapter_ids", adapter_ids, (torch.int32,))
     check_beside(hidden_states, "adapter_ids", adapter_ids)
+
+
+def check_counts(tokens_per_rank: Sequence[int]) -> None:
+    """``tokens_per_rank``: integers of 0 or more."""
+    try:
+        fewest = min(map(operator.index, tokens_per_rank), default=-1)
+    except TypeError:
+        fewest = -1
+    if fewest < 0:
+        raise TensorError(
+            f"tokens_per_rank is {tokens_per_rank!r}, expected a number of tokens (0 or more) for each rank"
+        )

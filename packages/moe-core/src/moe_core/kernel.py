@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_core._autocast import autocast_off
 from moe_core.call_arguments import (
     check_adapters,
+    check_counts,
     check_hidden_states,
     check_logits,
     check_output,
@@ -264,6 +265,8 @@ class FusedMoEKernel:
         shared experts, the next micro-batch's ``start``.  Not under ``torch.compile``.
         """
         _, movement = self._modular_parts()
+        if tokens_per_rank is not None:
+            check_counts(tokens_per_rank)
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
         partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
         routing = TokenRouting(
@@ -419,6 +422,8 @@ class FusedMoEKernel:
         adapter_ids: Tensor | None,
         tokens_per_rank: Sequence[int] | None = None,
     ) -> None:
+        if tokens_per_rank is not None:
+            check_counts(tokens_per_rank)
         if hidden_states.shape[0] == 0 and not movement.collective:
             return
         # here and not among the launches: a recorded call has no work of torch's in it

@@ -305,9 +305,7 @@ def adapters(rank: int) -> list[str]:
     expected = whole(ToyExperts).apply(x, **given)
     found = []
     for all2all in BACKENDS:
-        kernel = part(
-            ToyExperts, groups.with_tokens(4, all2all), is_lora_enabled=True, max_loras=1, max_lora_rank=1
-        )
+        kernel = part(ToyExperts, groups.with_tokens(4, all2all), is_lora_enabled=True, max_loras=1, max_lora_rank=1)
         kernel.lora = LoRAWeights.zeros(kernel.config, "cpu")
         ids = None if rank == 2 else torch.zeros(len(x), dtype=torch.int32)
         found.append(told(partial(kernel.apply, x, **given, adapter_ids=ids)))
