@@ -112,6 +112,8 @@ class FusedMoEParallelConfig:
             rank = whole_number(f"{name}_rank", getattr(self, f"{name}_rank"), 0)
             if rank >= size:
                 raise ConfigError(f"{name}_rank {rank} is not a rank of {name}_size {size}")
+        if not isinstance(self.all2all_backend, str):
+            raise ConfigError(f"all2all_backend is {self.all2all_backend!r}, expected a name, such as 'alltoall'")
 
     @staticmethod
     def make_no_parallel() -> FusedMoEParallelConfig:
@@ -171,6 +173,7 @@ class FusedMoEParallelConfig:
     ) -> FusedMoEParallelConfig:
         """The config of a rank of the layer by its number.  Raises ConfigError."""
         sizes = whole_number("tp_size", tp_size), whole_number("ep_size", ep_size)
+        dp_size = whole_number("dp_size", dp_size)
         if whole_number("rank", rank, 0) >= sizes[0] * sizes[1]:
             raise ConfigError(f"rank {rank} is not a rank of a layer with tp_size {tp_size} and ep_size {ep_size}")
         ep_rank, tp_rank = divmod(rank, tp_size)

@@ -31,9 +31,22 @@ def test_groups_of_four_ranks() -> None:
                 "ConfigError: process groups can't be pickled",
                 "ConfigError: tp_size 3 x ep_size 1 = 3 ranks, there are 4" if rank < 3 else "ConfigError: rank 3 is",
                 "ConfigError: dp_size is 3, expected 1 or 4: the 4 ranks of the layer bring one batch",
-                "ConfigError: timeout is 0, expected a positive number",
+                *(
+                    f"ConfigError: timeout is {limit}, expected a positive number"
+                    for limit in (0, "'60'", "nan", "inf")
+                ),
+                "ConfigError: tp_size must be a positive integer, got '2'",
+                "ConfigError: tp_size must be a positive integer, got None",
+                "ConfigError: dp_size must be a positive integer, got '4'",
+                "ConfigError: all2all_backend is None, expected a name",
+                "ConfigError: dp_size must be a positive integer, got None",
                 f"ConfigError: this process is rank {rank}, which is none of the layer's ranks",
                 "ConfigError: the layer's ranks are [1, 0, 2, 3], expected ascending ones",
+                "ConfigError: ranks is 4, expected ranks of torch's default process group: 0 to 3",
+                "ConfigError: ranks is ['0'], expected ranks of torch's default process group: 0 to 3",
+                "ConfigError: ranks is [0, 1, 2, 4], expected ranks of torch's default process group: 0 to 3",
+                "ConfigError: backend is 'x', and torch has no 'x' here, expected gloo or nccl",
+                "ConfigError: backend is 'nccl', and torch ",
                 "ConfigError: the tp group has 4 ranks, of which this process is rank",
                 "ConfigError: the mesh has dimensions ['pp', 'tp'], expected 'ep', 'tp' or one of them",
                 "ConfigError: the layer's ranks are [0, 2, 1, 3], expected ascending ones",

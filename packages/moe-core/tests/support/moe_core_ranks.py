@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import time
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 #: the GPUs that a process may see while it imports the program that it runs
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+#: sizes of groups that are none
+NO_SIZES: tuple[dict[str, Any], ...] = (
+    {"tp_size": "2"},
+    {"tp_size": None},
+    {"dp_size": "4"},
+    {"all2all_backend": None},
+)
 #: what a rank holds until its process ends
 _OPEN: list[socket.socket] = []
 
@@ -69,9 +77,13 @@ def groups(rank: int) -> dict[str, Any]:
             refusal(lambda: pickle.dumps(made)),
             refusal(lambda: ParallelGroups.create(tp_size=3)),
             refusal(lambda: ParallelGroups.create(dp_size=3)),
-            refusal(lambda: ParallelGroups.create(timeout=0)),
+            *(refusal(lambda: ParallelGroups.create(timeout=limit)) for limit in (0, "60", nan, inf)),  # noqa: B023
+            *(refusal(lambda: ParallelGroups.create(**sizes)) for sizes in NO_SIZES),  # noqa: B023
+            refusal(lambda: made.with_tokens(None)),  # type: ignore[arg-type]
             refusal(lambda: ParallelGroups.create(ranks=[(rank + 1) % 4])),
             refusal(lambda: ParallelGroups.create(ranks=[1, 0, 2, 3])),
+            *(refusal(lambda: ParallelGroups.create(ranks=ranks)) for ranks in (4, ["0"], [0, 1, 2, 4])),  # noqa: B023
+            *(refusal(lambda: ParallelGroups.create(backend=name)) for name in ("x", "nccl")),  # noqa: B023
             refusal(lambda: ParallelGroups(made.parallel, made.world, made.world, made.ep)),
             refusal(lambda: ParallelGroups.from_mesh(other)),
             refusal(lambda: ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep")))),

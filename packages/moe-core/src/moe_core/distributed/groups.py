@@ -6,14 +6,16 @@ that order are tensor-parallel ranks of each other, which belong on one host.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from moe_core.config import FusedMoEParallelConfig, TokenSharing
+from moe_core.config import FusedMoEParallelConfig, TokenSharing, whole_number
 from moe_core.distributed.agreement import check_agreement
 from moe_core.distributed.communication import Communicating, Communicator, SharedByCopies
 from moe_core.errors import ConfigError
@@ -87,8 +89,8 @@ class ParallelGroups(SharedByCopies):
         """
         if not dist.is_initialized():
             raise ConfigError("torch.distributed has no process group: call init_process_group first, or use torchrun")
-        members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        me = dist.get_rank()
+        size, me = dist.get_world_size(), dist.get_rank()
+        members = list(range(size)) if ranks is None else _within("ranks", ranks, size)
         if members != sorted(set(members)):
             raise ConfigError(
                 f"the layer's ranks are {members}, expected ascending ones, as torch's groups have them: "
@@ -97,8 +99,10 @@ class ParallelGroups(SharedByCopies):
         if me not in members:
             raise ConfigError(f"this process is rank {me}, which is none of the layer's ranks {members}")
         if ep_size is None:
-            ep_size = max(len(members) // max(tp_size, 1), 1)
+            ep_size = max(len(members) // whole_number("tp_size", tp_size), 1)
         limit = as_timeout(timeout)
+        if backend is not None:
+            _check_backend(backend)
         nccl = "nccl" in (backend or dist.get_backend())
 
         def group(which: Sequence[int]) -> ProcessGroup:
@@ -203,7 +207,31 @@ def as_timeout(timeout: timedelta | float | None) -> timedelta:
     """A time-out from what users pass.  Raises ConfigError unless it is positive."""
     if timeout is None:
         return DEFAULT_TIMEOUT
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):  # text, nan, more than a timedelta holds
+        limit = timedelta(0)
     if limit <= timedelta(0):
         raise ConfigError(f"timeout is {timeout!r}, expected a positive number of seconds")
     return limit
+
+
+def _within(name: str, ranks: Sequence[int], size: int) -> list[int]:
+    """``ranks`` as plain integers.  Raises ConfigError unless these are ranks of a group of ``size``."""
+    try:
+        found = [operator.index(rank) for rank in ranks]
+    except TypeError:
+        found = [-1]
+    if not all(0 <= rank < size for rank in found):
+        raise ConfigError(f"{name} is {ranks!r}, expected ranks of torch's default process group: 0 to {size - 1}")
+    return found
+
+
+def _check_backend(backend: str) -> None:
+    """ConfigError for what torch can't communicate with here: ``backend`` is "gloo", or "cpu:gloo,cuda:nccl"."""
+    names = [part.rpartition(":")[2].lower() for part in str(backend).split(",")]
+    unknown = [name for name in names if not dist.is_backend_available(name)]
+    if unknown:
+        raise ConfigError(f"backend is {backend!r}, and torch has no {unknown[0]!r} here, expected gloo or nccl")
+    if "nccl" in names and not torch.cuda.is_available():
+        raise ConfigError(f"backend is {backend!r}, and torch sees no GPU here, which nccl needs, expected gloo")
