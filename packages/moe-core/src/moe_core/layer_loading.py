@@ -90,6 +90,8 @@ def load_layer(
     if groups is not None:
         parallel = parallel or groups.parallel
         if placement is not None and experts is None:
+            if placement.ep_size != parallel.ep_size:
+                raise ConfigError(f"the placement is on {placement.ep_size} ranks, ep_size is {parallel.ep_size}")
             experts = placement.ranks[parallel.ep_rank]
     source = read_layer(
         checkpoint,

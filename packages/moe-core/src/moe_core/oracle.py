@@ -352,9 +352,24 @@ class Oracle:
 
 
 def check_placed(groups: ParallelGroups | None, placement: ExpertPlacement | None) -> None:
-    """ConfigError for a placement without the ranks that it is of."""
-    if placement is not None and groups is None:
-        raise ConfigError("placement= says which ranks experts are on: give the groups= of these ranks, too")
+    """ConfigError for what is neither, and for a placement without the ranks that it is of."""
+    if groups is not None:
+        from moe_core.distributed.groups import ParallelGroups
+
+        if not isinstance(groups, ParallelGroups):
+            raise ConfigError(f"groups is {groups!r}, expected ParallelGroups, as ParallelGroups.create makes them")
+    if placement is not None:
+        check_placement(placement)
+        if groups is None:
+            raise ConfigError("placement= says which ranks experts are on: give the groups= of these ranks, too")
+
+
+def check_placement(placement: ExpertPlacement) -> None:
+    """ConfigError for what is no placement."""
+    from moe_core.expert_parallel import ExpertPlacement
+
+    if not isinstance(placement, ExpertPlacement):
+        raise ConfigError(f"placement is {placement!r}, expected an ExpertPlacement")
 
 
 def _examine(request: Request, ordered: tuple[Backend, ...]) -> tuple[Candidate, ...]:

@@ -54,6 +54,8 @@ def shard_layer(
     Raises ConfigError for a layer that is a rank's part already, for another layer's ``cut``, for ranks among which no
     cut shares the columns, and for fewer experts than ranks; TensorError for weights that don't fit ``config``.
     """
+    if not isinstance(parallel, FusedMoEParallelConfig):
+        raise ConfigError(f"parallel is {parallel!r}, expected a FusedMoEParallelConfig, such as groups.parallel")
     weights.validate(config)
     if config.local_experts != config.num_experts:
         raise ConfigError(f"the layer has {config.local_experts} of {config.num_experts} experts, expected a whole one")

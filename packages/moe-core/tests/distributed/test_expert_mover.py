@@ -79,6 +79,19 @@ def test_a_move_that_fails_loses_nothing(tmp_path: Path) -> None:
             assert "ranks agree about the experts that are moved" in found.pop("missing")
             assert found.pop("seconds") < 4
             assert not found.pop("missing still")
+        for text, start in zip(
+            found.pop("named"),
+            (
+                "placement is [[0, 1], [2, 3], [4, 5], [6, 7]], expected an ExpertPlacement",
+                "the placement is on 2 ranks, ep_size is 4",
+                "groups is FusedMoEParallelConfig(tp_size=1, ",
+                "parallel is ParallelGroups(parallel=",
+                "groups is FusedMoEParallelConfig(tp_size=1, ",
+                *["placement is [[0, 1], [2, 3], [4, 5], [6, 7]], expected an ExpertPlacement"] * 3,
+            ),
+            strict=True,
+        ):
+            assert text.startswith(f"ConfigError: {start}")
         for name, text in (
             ("experts", "ConfigError: the ranks hold (3, 2, 2, 2) experts, those of the other placement (2, 2, 2, 2)"),
             ("ranks", "ConfigError: the ranks hold (4, 4) experts, those of the other placement (2, 2, 2, 2)"),

@@ -160,6 +160,21 @@ def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
 
     found["reloaded"] = reloaded(folder, groups.with_tokens(4))
 
+    # what is no placement, and what are no groups, or those of another number of ranks
+    known = groups.with_tokens(4)
+    lists: Any = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    parallel: Any = known.parallel
+    found["named"] = [
+        refusal(lambda: load_layer(folder, device="cpu", groups=known, placement=lists)),
+        refusal(lambda: load_layer(folder, device="cpu", groups=known, placement=ExpertPlacement.contiguous(8, 2))),
+        refusal(lambda: load_layer(folder, device="cpu", groups=parallel)),
+        refusal(lambda: shard_layer(moving.case.config, moving.weights, known)),  # type: ignore[arg-type]
+        refusal(lambda: ExpertMover(moving.kernel, parallel, new)),
+        refusal(lambda: ExpertMover(moving.kernel, moving.groups, lists)),
+        refusal(lambda: mover.stage(lists)),
+        refusal(lambda: mover.steps(lists)),
+    ]
+
     # what is refused before anything is sent
     found["experts"] = refusal(lambda: mover.stage(ExpertPlacement.contiguous(9, 4)))
     found["ranks"] = refusal(lambda: mover.stage(ExpertPlacement.contiguous(8, 2)))

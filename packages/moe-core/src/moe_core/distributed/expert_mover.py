@@ -27,6 +27,7 @@ from moe_core.distributed.agreement import check_agreement
 from moe_core.errors import CommunicationError, ConfigError, MoEError, TensorError
 from moe_core.expert_parallel.moves import placement_steps
 from moe_core.expert_parallel.placement import ExpertPlacement
+from moe_core.oracle import check_placed, check_placement
 from moe_core.weights import KernelWeights, check_writable
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ExpertMover:
         *,
         expert_map: Tensor | None = None,
     ) -> None:
+        check_placed(groups, placement)
         self._ranks = groups.among(groups.ep)
         self._size, self._rank = groups.parallel.ep_size, groups.parallel.ep_rank
         self._movement = kernel.prepare_finalize
@@ -92,6 +94,7 @@ class ExpertMover:
 
         ``max_staged``: experts that a rank has room for beside its weights; None: for all, so that there is one step.
         """
+        check_placement(new)
         return placement_steps(self._placement, new, max_staged)
 
     @torch.no_grad()
@@ -104,6 +107,7 @@ class ExpertMover:
         weights are as they were.
         """
         self._staged = None
+        check_placement(new)
         self._check_fits(new)
         moves = list(_moves(self._placement, new))
         arrived: dict[int, dict[str, Tensor]] = {}
