@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import moe_transformers
 import pytest
 import torch
-from moe_core import ConfigError
+from moe_core import ConfigError, FusedMoEParallelConfig, ParallelGroups
 from moe_core.testing.ranks import run_ranks
 from moe_transformers.ranks import groups_of, leave_to_moe_core
 from moe_transformers_checkpoints import E, K, N, checkpoint, logits, tokens
@@ -58,6 +60,14 @@ def test_other_ways_of_sharing_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"distributed_config has {name}, which experts of moe-core do not follow"):
         groups_of({"tp_size": 2, name: 2}, None)
     assert groups_of({"tp_size": 1, name: 1}, None) is None
+
+
+def test_groups_that_share_results_out_are_refused() -> None:
+    parallel = FusedMoEParallelConfig(tp_size=2, all2all_backend="reduce_scatter")
+    with pytest.raises(
+        ConfigError, match="the groups have all2all_backend 'reduce_scatter', which gives each rank a part"
+    ):
+        groups_of(None, cast(ParallelGroups, SimpleNamespace(parallel=parallel)))
 
 
 def test_rules_of_plans_are_for_all_layers() -> None:

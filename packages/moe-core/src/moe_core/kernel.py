@@ -165,6 +165,11 @@ class FusedMoEKernel:
     def is_monolithic(self) -> bool:
         return self.experts.is_monolithic
 
+    @property
+    def shares_out(self) -> bool:
+        """Whether ranks that have the same tokens each get the output of a part of them."""
+        return self.prepare_finalize is not None and not self.prepare_finalize.sums_in_place
+
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         """Scratch tensors for calls with at most ``num_tokens`` tokens."""
         seen = num_tokens if self.prepare_finalize is None else self.prepare_finalize.max_tokens(num_tokens)

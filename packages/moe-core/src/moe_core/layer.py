@@ -256,7 +256,7 @@ class FusedMoELayer(nn.Module):
                 adapter_ids=adapter_ids,
                 tokens_per_rank=tokens_per_rank,
             )
-        return out if x is hidden_states or out.shape[0] != x.shape[0] else out.view(hidden_states.shape)
+        return out if x is hidden_states or self.kernel.shares_out else out.view(hidden_states.shape)
 
     def start(
         self,

@@ -90,7 +90,7 @@ def test_every_rank_of_a_host_with_too_few_gpus_refuses(
 
 
 def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> None:
-    outputs = {name: tmp_path / f"{name}.safetensors" for name in ("alone", "tp", "ep")}
+    outputs = {name: tmp_path / f"{name}.safetensors" for name in ("alone", "tp", "ep", "shared")}
     run = ("run", str(folder), "--tokens", "5", "--dtype", "fp32", "--json", "--output")
     alone = moe(*run, outputs["alone"]).data
     commands = [
@@ -105,12 +105,14 @@ def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> N
             "1,3",
             *["--budget", "0.01", "--bandwidth", "1", "--rate", "1", "--json"],
         ],
+        [*run, str(outputs["shared"]), "--ep", "2", "--dp", "1", "--all2all", "reduce_scatter", "--check"],
         ["run", str(folder), "--tp", "4"],
+        ["run", str(folder), "--ep", "2", "--all2all", ""],
     ]
     first, second = run_ranks(run_commands, 2, commands, ranks=2)
-    for code, out, err in second[:3]:
+    for code, out, err in second[:4]:
         assert (code, out, err) == (0, "", "")
-    tensor, expert, bench, refused = first
+    tensor, expert, bench, shared, refused, unnamed = first
     data = json.loads(tensor[1])
     assert data["check"]["passed"]
     assert (data["tokens"], data["shape"]) == (alone["tokens"], alone["shape"])
@@ -119,8 +121,11 @@ def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> N
     data = json.loads(expert[1])
     assert data["check"]["passed"]
     assert data["parallel"]["chosen"] == "alltoall"
+    data = json.loads(shared[1])
+    assert data["check"]["passed"]
+    assert (data["parallel"]["chosen"], data["shape"]) == ("reduce_scatter", alone["shape"])
     expected = load_file(outputs["alone"])["output"]
-    for name in ("tp", "ep"):
+    for name in ("tp", "ep", "shared"):
         # float32 sums of fewer than 256 terms in all, in another order: sqrt(256) roundings of 2^-24
         assert float((load_file(outputs[name])["output"] - expected).norm() / expected.norm()) < 2**-20
     measured = json.loads(bench[1])
@@ -131,3 +136,5 @@ def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> N
     assert all(r["seconds"] > 0 for r in measured["results"])
     assert refused[0] == 2
     assert "--tp 4 and --ep 1 are 4 ranks, each of which is a process, and there are 2" in refused[2]
+    assert unnamed[0] == 2
+    assert "all2all_backend '' is unknown for tokens that cross ranks" in unnamed[2]

@@ -168,7 +168,8 @@ def same_tokens(rank: int) -> None:
     equal(kernel.apply(x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map), expected)
     routing = kernel_of(MonolithicToyExperts, config, default_prepare_finalize(config, groups), weights)
     equal(routing.apply_monolithic(x, router_logits=logits, expert_map=expert_map), expected)
-    shared = load_prepare_finalize("reduce_scatter")(config, groups)
+    config = replace(config, parallel=replace(groups.parallel, all2all_backend="reduce_scatter"))
+    shared = default_prepare_finalize(config, groups)
     for made in (
         kernel_of(ToyExperts, config, shared, weights),
         kernel_of(MonolithicToyExperts, config, shared, weights),
@@ -177,6 +178,10 @@ def same_tokens(rank: int) -> None:
         call = made.apply_monolithic if made.is_monolithic else made.apply
         found = call(x, expert_map=expert_map, **({"router_logits": logits} if made.is_monolithic else given))
         equal(found, expected[rank : rank + 1])
+        if not made.is_monolithic:  # rows of a rank have no place in [..., K]
+            layer = FusedMoELayer(made, cast(Any, None), expert_map=expert_map)
+            one = {name: tensor[:1] for name, tensor in given.items()}
+            equal(layer(x[None, :1], **one), expected[:1] if rank == 0 else expected[:0])
 
 
 def moving(rank: int) -> None:

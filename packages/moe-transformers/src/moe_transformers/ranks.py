@@ -17,8 +17,14 @@ def groups_of(distributed: Any, given: ParallelGroups | None) -> ParallelGroups 
     """The ranks that share the experts: those ``given``, else of a DistributedConfig (or its entries) over which the
     rest is shared; the columns of experts are cut then.
 
-    Raises ConfigError for what else such a config asks for, and where its ranks are not those that are given.
+    Raises ConfigError for what else such a config asks for, where its ranks are not those that are given, and for
+    groups that share results out.
     """
+    if given is not None and given.parallel.all2all_backend == "reduce_scatter":
+        raise ConfigError(
+            "the groups have all2all_backend 'reduce_scatter', which gives each rank a part of the tokens, and "
+            "transformers' layers need all of them on each: leave it out"
+        )
     if distributed is None:
         return given
     sizes = distributed if isinstance(distributed, Mapping) else vars(distributed)

@@ -85,15 +85,18 @@ class Ranks:
 
         return slice(*share(count, self.parallel.dp_size, self.parallel.dp_rank))
 
-    def gathered(self, output: Tensor) -> Tensor:
-        """The outputs of all batches [M, K], on the CPU, one after the other; all ranks call it."""
+    def gathered(self, output: Tensor, *, shared_out: bool) -> Tensor:
+        """The outputs of all batches [M, K], on the CPU, one after the other; all ranks call it.
+
+        ``shared_out``: each rank has that of a part of the tokens.
+        """
         import torch
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, (self.parallel.dp_rank, output))
-        batches: dict[int, Tensor] = dict(reversed(found))
-        return torch.cat([batches[batch] for batch in range(self.parallel.dp_size)])
+        dist.all_gather_object(found, (self.rank if shared_out else self.parallel.dp_rank, output))
+        parts: dict[int, Tensor] = dict(reversed(found))
+        return torch.cat([parts[place] for place in sorted(parts)])
 
 
 def _closest(candidate: PrepareFinalizeCandidate) -> list[str]:

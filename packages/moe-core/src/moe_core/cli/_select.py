@@ -91,7 +91,7 @@ def select_over_ranks(
         weight_key=cut.weight_key,
         activation_key=cut.activation_key,
         tokens=tokens,
-        all2all=args.all2all or "auto",
+        all2all="auto" if args.all2all is None else args.all2all,
         moe_backend=backend,
         device=device,
         tuning=getattr(args, "tuning", None),

@@ -136,7 +136,7 @@ def _apply(
         # the copy waits for the device
         result = output.float().cpu()
         seconds = seconds_since(start)
-        return (result if ranks is None else ranks.gathered(result)), seconds
+        return (result if ranks is None else ranks.gathered(result, shared_out=layer.kernel.shares_out)), seconds
 
 
 def _check(

@@ -41,7 +41,8 @@ def load_prepare_finalize(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
     known = {**ALL2ALL_BACKENDS, **REDUCTIONS}
     if name not in known:
         raise ConfigError(
-            f"all2all_backend is {name!r}{did_you_mean(name, known)}, expected {' or '.join(ALL2ALL_BACKENDS)}"
+            f"all2all_backend is {name!r}{did_you_mean(name, known)}, expected {' or '.join(ALL2ALL_BACKENDS)}; "
+            f"{' or '.join(REDUCTIONS)} for ranks that have the same tokens"
         )
     module, _, attribute = known[name].partition(":")
     found: type[FusedMoEPrepareAndFinalizeModular] = getattr(importlib.import_module(module), attribute)
@@ -49,15 +50,18 @@ def load_prepare_finalize(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
 
 
 def prepare_finalize_of(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
-    """The class that a layer over several ranks gets: by its ``all2all_backend``, or ``all_reduce`` where all ranks
-    have the same tokens; of one rank by its activation format.
+    """The class that a layer over several ranks gets: by its ``all2all_backend``; where all ranks have the same tokens
+    ``all_reduce``, unless that names ``reduce_scatter``; of one rank by its activation format.
 
     Raises ConfigError for a ``dp_size`` or a name that is none.
     """
     parallel = config.parallel
-    if parallel.token_sharing is not TokenSharing.ALL:
-        return load_prepare_finalize(parallel.all2all_backend)
-    return load_prepare_finalize("all_reduce") if parallel.world_size > 1 else _within_a_rank(config)
+    sharing, name = parallel.token_sharing, parallel.all2all_backend
+    if parallel.world_size == 1:
+        return _within_a_rank(config)
+    if sharing is TokenSharing.ALL and name in ALL2ALL_BACKENDS:
+        name = "all_reduce"  # nothing crosses ranks before the experts
+    return load_prepare_finalize(name)
 
 
 def default_prepare_finalize(
