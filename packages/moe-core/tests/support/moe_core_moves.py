@@ -171,6 +171,9 @@ def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
         refusal(lambda: shard_layer(moving.case.config, moving.weights, known)),  # type: ignore[arg-type]
         refusal(lambda: ExpertMover(moving.kernel, parallel, new)),
         refusal(lambda: ExpertMover(moving.kernel, moving.groups, lists)),
+        refusal(lambda: ExpertMover(moving, moving.groups, new)),  # type: ignore[arg-type]
+        refusal(lambda: ExpertMover(moving.kernel, moving.groups, new, expert_map=torch.zeros(3))),
+        refusal(lambda: ExpertMover(moving.kernel, moving.groups, new, expert_map=torch.zeros(8))),
         refusal(lambda: mover.stage(lists)),
         refusal(lambda: mover.steps(lists)),
     ]

@@ -16,7 +16,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,12 @@ from torch import Tensor
 
 from moe_core.distributed import ParallelGroups
 from moe_core.distributed.agreement import check_agreement
-from moe_core.errors import CommunicationError, ConfigError, MoEError, TensorError
+from moe_core.errors import CommunicationError, ConfigError, MoEError, TensorError, check_dtype, check_shape
 from moe_core.expert_parallel.moves import placement_steps
 from moe_core.expert_parallel.placement import ExpertPlacement
+from moe_core.kernel import FusedMoEKernel
 from moe_core.oracle import check_placed, check_placement
 from moe_core.weights import KernelWeights, check_writable
-
-if TYPE_CHECKING:
-    from moe_core.kernel import FusedMoEKernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +64,11 @@ class ExpertMover:
         expert_map: Tensor | None = None,
     ) -> None:
         check_placed(groups, placement)
+        if not isinstance(kernel, FusedMoEKernel):
+            raise ConfigError(f"kernel is {type(kernel).__name__}, expected a FusedMoEKernel: layer.kernel of a layer")
+        if expert_map is not None:
+            check_shape("expert_map", expert_map, (kernel.config.num_experts,))
+            check_dtype("expert_map", expert_map, (torch.int32,))
         self._ranks = groups.among(groups.ep)
         self._size, self._rank = groups.parallel.ep_size, groups.parallel.ep_rank
         self._movement = kernel.prepare_finalize
