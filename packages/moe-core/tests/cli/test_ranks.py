@@ -89,6 +89,15 @@ def test_every_rank_of_a_host_with_too_few_gpus_refuses(
     moe.refuses("run", folder, "--tp", "2", parts=parts)
 
 
+def test_processes_that_cannot_meet_refuse(moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    parts = ("WORLD_SIZE 2 and no MASTER_ADDR, MASTER_PORT, which torchrun sets", "torchrun --nproc-per-node 2 -m")
+    moe.refuses("run", folder, "--tp", "2", "--device", "cpu", parts=parts)
+
+
 def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> None:
     outputs = {name: tmp_path / f"{name}.safetensors" for name in ("alone", "tp", "ep", "shared")}
     run = ("run", str(folder), "--tokens", "5", "--dtype", "fp32", "--json", "--output")

@@ -141,6 +141,12 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
         torch.cuda.set_device(device)
     made = not dist.is_initialized()
     if made:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"the environment has WORLD_SIZE {size} and no {', '.join(missing)}, which torchrun sets: torchrun "
+                f"--nproc-per-node {size} -m moe_core {args.command} …"
+            )
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
         with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO()):
