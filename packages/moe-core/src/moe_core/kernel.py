@@ -224,8 +224,8 @@ class FusedMoEKernel:
         - ``hidden_states`` [M, K] of the config's dtype; columns contiguous, any row stride
         - ``topk_weights`` [M, k] float32 (16 bits become float32), ``topk_ids`` [M, k] int32 or int64 (global ids)
         - ``expert_map`` [E] int32; needed where this rank holds only some experts, and prepare does not know which
-        - ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`; negative, or too large: none.  Where tokens
-          cross ranks, all ranks of a call give them, also those without tokens, or none does
+        - ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`; negative, or too large: none; not given: none
+          has any, whatever other ranks give
         - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own ([M', K] where ranks
           share the rows out: :meth:`~moe_core.FusedMoEPrepareAndFinalizeModular.output_tokens`)
         - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows; otherwise

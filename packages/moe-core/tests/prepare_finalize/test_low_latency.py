@@ -245,7 +245,7 @@ def test_kernels_pack_for_an_all_to_all_what_torch_packs(name, monkeypatch):
     )
     groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=str)
     movement = AllToAllPrepareAndFinalize(config, groups, placement=placement)
-    monkeypatch.setattr(movement, "_numbers", lambda counts, tokens: (counts.tolist(), [4] * 6))
+    monkeypatch.setattr(movement, "_numbers", lambda counts: (counts.tolist(), [4] * 6))
     generator = torch.Generator().manual_seed(7)
     for tokens, adapters in itertools.product((0, 17), (False, True)):
         x = torch.randn(tokens, config.hidden_size, generator=generator).bfloat16()

@@ -15,7 +15,7 @@ from moe_core.distributed import ParallelGroups
 from moe_core.distributed.agreement import check_layers
 from moe_core.expert_parallel import ExpertPlacement
 from moe_core.kernel_call import overlapped
-from moe_core.lora import LoRAWeights
+from moe_core.lora import LoRA, LoRAWeights
 from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduceNoOP
 from moe_core.prepare_finalize.by_name import default_prepare_finalize, load_prepare_finalize
@@ -302,20 +302,34 @@ def disagreeing(rank: int) -> list[str]:
     ]
 
 
-def adapters(rank: int) -> list[str]:
-    """What ranks are told of which some give adapters, and one has none for its tokens; they may call again."""
+class ScaledByAdapter(ToyExperts):
+    """An adapter multiplies what the experts make of a token by its number and 2."""
+
+    claims = replace(ToyExperts.claims, lora=True)
+
+    def apply(self, output: Tensor, *given: Any, lora: LoRA | None = None, **named: Any) -> None:
+        super().apply(output, *given, **named)
+        if lora is not None:
+            output *= (2 + lora.adapter_ids)[:, None]
+
+
+def adapters(rank: int) -> None:
+    """Ranks of which some give adapters, and one has none for its tokens; then none gives any."""
     groups = ParallelGroups.create(timeout=10, dp_size=4)
     x, _, topk_weights, topk_ids = batch(rank)
     given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
     expected = whole(ToyExperts).apply(x, **given)
-    found = []
     for all2all in BACKENDS:
-        kernel = part(ToyExperts, groups.with_tokens(4, all2all), is_lora_enabled=True, max_loras=1, max_lora_rank=1)
+        kernel = part(
+            ScaledByAdapter, groups.with_tokens(4, all2all), is_lora_enabled=True, max_loras=3, max_lora_rank=1
+        )
         kernel.lora = LoRAWeights.zeros(kernel.config, "cpu")
-        ids = None if rank == 2 else torch.zeros(len(x), dtype=torch.int32)
-        found.append(told(partial(kernel.apply, x, **given, adapter_ids=ids)))
+        ids = torch.arange(len(x), dtype=torch.int32) - 1
+        equal(
+            kernel.apply(x, **given, adapter_ids=None if rank == 2 else ids),
+            expected * (1 if rank == 2 else 2 + ids[:, None]),
+        )
         equal(kernel.apply(x, **given), expected)
-    return found
 
 
 def missing(rank: int) -> tuple[list[str], float]:

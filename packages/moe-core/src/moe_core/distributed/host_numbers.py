@@ -31,7 +31,7 @@ _BITS = 32
 
 
 class HostNumbers:
-    """A table in shared memory in which each rank writes a row, of up to one number more than there are ranks.
+    """A table in shared memory in which each rank writes a row, of up to as many numbers as there are ranks.
 
     A word holds a number and that of the call, so a word is either whole or old.  There are two tables, for even and
     odd calls: who is in the call after next has read the rows of all in the next one, which all began after they had
@@ -47,7 +47,7 @@ class HostNumbers:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        return 2 * size * (size + 1) * 8
+        return 2 * size * size * 8
 
     def tell(self, ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[int]]:
         """The numbers of each of ``ranks``, which all tell as many; each from 0 up to 2^32 - 1.
@@ -64,16 +64,15 @@ class HostNumbers:
                 )
         call = (self._calls + 1) % 2**30 + 1
         words, size, width = self._words, self._size, len(numbers)
-        row_words = size + 1
-        table = (call & 1) * size * row_words
+        table = (call & 1) * size * size
         self._told = list(numbers)
         for index, number in enumerate(numbers):
-            words[table + self._rank * row_words + index] = call << _BITS | number
+            words[table + self._rank * size + index] = call << _BITS | number
         found: list[list[int]] = []
         started = time.monotonic()
         with ranks.communicating(what):
             for rank in range(size):
-                first = table + rank * row_words
+                first = table + rank * size
                 row = words[first : first + width].tolist()
                 while any(word >> _BITS != call for word in row):
                     waited = time.monotonic() - started
@@ -81,7 +80,7 @@ class HostNumbers:
                         late = [
                             member
                             for index, member in enumerate(ranks.members)
-                            if words[table + index * row_words] >> _BITS != call
+                            if words[table + index * size] >> _BITS != call
                         ]
                         raise RuntimeError(f"ranks {late} have told nothing after {waited:.1f} s")
                     if waited > _SPIN_SECONDS:

@@ -181,7 +181,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         tables = self.destinations.tables(ids.device)
         where = {"copies": self.copies, "offset": self.destinations.offset}
         positions, counts = count_destinations(ids, tables, ranks=self.ranks.parallel.dp_size, **where)
-        left, came = self._numbers(counts, tokens)
+        left, came = self._numbers(counts)
         code = self.code(hidden, quantize_as)
         packed, places = pack_tokens(
             hidden,
@@ -205,7 +205,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         # [M, ranks]: whether a token has an expert there
         wanted = (ranks[:, :, None] == torch.arange(self.ranks.parallel.ep_size, device=ranks.device)).any(1)
         wanted = wanted.repeat_interleave(copies, dim=1)
-        left, came = self._numbers(wanted.sum(0, dtype=torch.int32), tokens)
+        left, came = self._numbers(wanted.sum(0, dtype=torch.int32))
         # rank by rank, tokens ascending
         place = wanted.T.flatten().cumsum(0).view(wanted.shape[1], -1).T - 1
         target, token = wanted.T.nonzero(as_tuple=True)
@@ -219,11 +219,11 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         )
         return _Leaving(sent.pack(), sent.unpack, left, came, torch.where(wanted, place, -1).int())
 
-    def _numbers(self, counts: Tensor, tokens: Tokens) -> tuple[list[int], list[int]]:
-        """How many of ``tokens`` leave for each rank (``counts`` [ranks] int32) and come from each, on the host."""
+    def _numbers(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """How many tokens leave for each rank (``counts`` [ranks] int32) and come from each, on the host."""
         what = "ranks tell how many tokens they send"
         left = self.exchange.numbers(counts, what)
-        return left, [numbers[self.ranks.parallel.dp_rank] for numbers in self.tell(left, what, tokens)]
+        return left, [numbers[self.ranks.parallel.dp_rank] for numbers in self.tell(left, what)]
 
     def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
         if isinstance(handle, PushedTokens):

@@ -126,7 +126,11 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                     f"this rank, {parallel.dp_rank}"
                 )
         own = quantize_as is not None and self.travels_quantized(quantize_as)
-        leaving = Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids, routing.adapter_ids)
+        adapter_ids = routing.adapter_ids
+        if adapter_ids is None and self.config.is_lora_enabled:
+            # other ranks' tokens may have adapters, and all travel alike
+            adapter_ids = torch.full((len(hidden_states),), -1, dtype=torch.int32, device=hidden_states.device)
+        leaving = Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids, adapter_ids)
         # a scale that tokens share would span rows that no token is in
         gaps = own or quantize_as is None or quantize_as.is_static
         arriving = self.dispatch(leaving, counts, quantize_as if own else None, gaps=gaps)
@@ -182,26 +186,10 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         device = tokens.experts.device
         if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return [own] * size
-        return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)", tokens)]
+        return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)")]
 
-    def tell(self, numbers: Sequence[int], what: str, tokens: Tokens) -> list[list[int]]:
-        """What each rank tells the others, as many integers as this one, of a call with ``tokens``.
-
-        Raises TensorError, on every rank, where one gives adapters and another none: their rows differ in length.
-        """
-        if not self.config.is_lora_enabled:
-            return self._tell(numbers, what)
-        found = self._tell([*numbers, int(tokens.adapter_ids is not None)], what)
-        given, missing = ([rank for rank, told in enumerate(found) if told[-1] == flag] for flag in (1, 0))
-        if given and missing:
-            raise TensorError(
-                f"adapter_ids are given by dp_rank {', '.join(map(str, given))} and not by dp_rank "
-                f"{', '.join(map(str, missing))}: all ranks of a call give them, -1 for tokens without an adapter, or "
-                "none does"
-            )
-        return [told[:-1] for told in found]
-
-    def _tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
+    def tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
+        """What each rank tells the others, as many integers as this one."""
         from moe_core.distributed.host_numbers import HostNumbers
 
         table = HostNumbers.connect(self.exchange, what)
