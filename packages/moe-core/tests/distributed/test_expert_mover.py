@@ -102,6 +102,7 @@ def test_a_move_that_fails_loses_nothing(tmp_path: Path) -> None:
             ("sizes", "ConfigError: the ranks hold (3, 2, 2, 2) experts, those of the other placement (2, 2, 2, 2)"),
             ("old", "ConfigError: the placement is ExpertPlacement("),
             ("placements", "ConfigError: the layer's ranks differ in the placement of experts: ExpertPlacement("),
+            ("unmapped", "ConfigError: calls of this kernel bring an expert map, which must follow the experts: give"),
             ("shared", "ConfigError: the layer's ranks differ in x_scale of kernels: [3] torch.float32 "),
         ):
             assert found.pop(name).startswith(text), name

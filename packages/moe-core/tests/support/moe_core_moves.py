@@ -190,6 +190,7 @@ def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
     bare.weights = replace(bare.weights, extra={"x_scale": torch.tensor([1.0, 2.0, 3.0])})
 
     # an expert map follows, and cannot stand for replicas
+    found["unmapped"] = refusal(lambda: ExpertMover(bare, moving.groups, new))
     expert_map = new.expert_map(rank)
     mapped = ExpertMover(bare, moving.groups, new, expert_map=expert_map)
     twice = ExpertPlacement(8, ((7, 4, 0), (1, 0), (2, 6), (3, 5)))

@@ -48,7 +48,7 @@ class ExpertMover:
     - ``groups``: the layer's, or others of the same ranks, so that weights travel beside the layer's own calls
     - ``placement`` in use; where the kernel's prepare/finalize knows it (``maps_experts``), it must be this one there,
       and follows
-    - ``expert_map`` [E] int32 of the layer, where it has one: overwritten, too
+    - ``expert_map`` [E] int32 of the layer's calls, where prepare/finalize does not know it: overwritten, too
 
     Every rank makes one at the same time.  Raises ConfigError, with the ranks, where their kernels lay experts out in
     other ways or differ in what holds for all experts together, such as a scale that they share; TensorError for
@@ -81,6 +81,16 @@ class ExpertMover:
         self._own = per_expert(kernel.weights, held)
         self._check(kernel, placement, held)
         self._agree(kernel.weights)
+        if expert_map is None and self._size > 1 and not self._mapped:
+            raise ConfigError(
+                "calls of this kernel bring an expert map, which must follow the experts: give it as expert_map= "
+                "(layer.expert_map of a layer)"
+            )
+
+    @property
+    def _mapped(self) -> bool:
+        """Whether the kernel's prepare/finalize knows where experts are."""
+        return self._movement is not None and self._movement.maps_experts
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -222,7 +232,7 @@ class ExpertMover:
                 f"the placement has {len(placement.ranks[self._rank])} experts on ep_rank {self._rank}, the layer has "
                 f"{held} there"
             )
-        if self._movement is not None and self._movement.maps_experts:
+        if self._movement is not None and self._mapped:
             used = self._movement.placement or ExpertPlacement.contiguous(placement.num_experts, placement.ep_size)
             if used != placement:
                 raise ConfigError(f"the placement is {placement}, that of the layer's kernel {used}")
@@ -235,8 +245,7 @@ class ExpertMover:
             raise ConfigError(
                 f"the new placement is of {new.num_experts} experts, the layer has {self._placement.num_experts}"
             )
-        mapped = self._movement is not None and self._movement.maps_experts
-        if new.has_replicas and self._expert_map is not None and not mapped:
+        if new.has_replicas and not self._mapped:
             raise ConfigError(
                 "the layer has an expert map alone, which cannot say which of an expert's replicas takes a token: make "
                 "it with groups= and placement="
