@@ -59,7 +59,8 @@ RANKS = """
 ## Several ranks
 
 How tokens reach the experts of other ranks ([distributed.md](distributed.md)). **verified on**: where layers over ranks
-were compared with the layer on one rank, with every scheme's own kernels. On four H100s the first three of them gave what each other gave.
+were compared with the layer on one rank, with every scheme's own kernels; on four
+H100s the first three of them were compared with each other.
 
 | prepare/finalize | tokens quantised first | batch invariant | CUDA graphs | verified on | |
 |---|---|---|---|---|---|
