@@ -151,6 +151,8 @@ LINES: list[tuple[str, int, str]] = [
     (f"explain {SHAPE} --dtype bfloat16 --activation swiglu --bias --device cpu", 0, "biases"),
     (f"explain {SHAPE} --device rtx4090", 0, "sm89"),
     (f"explain {SHAPE} --device a100,h100,cpu", 0, "MarlinFp8QdqExperts            no"),
+    (f"explain {SHAPE} --device h100,cpu --ep 4 --tokens 8", 0, "low_latency"),
+    (f"explain {SHAPE} --device h100,cpu --ep 4 --tokens 8", 0, "4 ranks (tp 1, ep 4, dp 4), 8 tokens each"),
     ("explain fp8 --device sm75,h100", 0, "sm75: no GPU kernel fits; torch is a loop"),
     ("explain fp8 --device a100,h100 --json", 0, '"devices"'),
     (f"explain {SHAPE} --device a100,h100 --backend marlin", 2, "moe explain: nothing fits on a100, h100"),

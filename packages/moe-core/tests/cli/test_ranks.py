@@ -96,6 +96,10 @@ def test_processes_that_cannot_meet_refuse(moe: Any, folder: Path, monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     parts = ("WORLD_SIZE 2 and no MASTER_ADDR, MASTER_PORT, which torchrun sets", "torchrun --nproc-per-node 2 -m")
     moe.refuses("run", folder, "--tp", "2", "--device", "cpu", parts=parts)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}.items():
+        monkeypatch.setenv(name, value)
+    parts = ("MASTER_PORT is 'abc', expected an integer",)
+    moe.refuses("run", folder, "--tp", "2", "--device", "cpu", parts=parts)
 
 
 def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> None:

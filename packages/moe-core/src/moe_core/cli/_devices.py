@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moe_core_cli.terminal.console import complain
 
 from moe_core.cli import _report
-from moe_core.cli._output import bytes_text, emit, table
+from moe_core.cli._output import bytes_text, duration, emit, table
+from moe_core.cli._prepare_finalize import sizes
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_core.memory import LayerMemory
+    from moe_core.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.selection import SelectionReport
 
 _HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace")
+#: over several ranks, behind those
+_OVER_RANKS = ("prepare/finalize", "total")
 
 
 class Explained(NamedTuple):
@@ -28,6 +32,7 @@ class Explained(NamedTuple):
     report: SelectionReport
     memory: LayerMemory | None
     fits: bool
+    over_ranks: PrepareFinalizeSelection | None = None
 
 
 def names_of(device: str | None) -> list[str]:
@@ -52,8 +57,10 @@ def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argpa
         of_one = copy.copy(args)
         of_one.device = name
         found.append(explain(of_one))
-    rows = [_row(name, one) for name, one in zip(names, found, strict=True)]
-    lines = [*_report.layer(found[0].report), table(_HEADER, rows)]
+    rows = [(*_row(name, one), *_travel(one)) for name, one in zip(names, found, strict=True)]
+    over_ranks = found[0].over_ranks
+    header, spread = (_HEADER, []) if over_ranks is None else ((*_HEADER, *_OVER_RANKS), [sizes(over_ranks)])
+    lines = [*spread, *_report.layer(found[0].report), table(header, rows)]
     lines += [f"{name}: {text}" for name, one in zip(names, found, strict=True) for text in _said(one)]
     lines.append("--device with one of them: every reason")
     emit(args.json, {"devices": [one.data for one in found]}, "\n".join(lines))
@@ -72,6 +79,15 @@ def _said(one: Explained) -> list[str]:
     if report.fallback is not None:
         return [f"no GPU kernel fits; {chosen.backend} is a loop driven by the host", *helps]
     return [chosen.notes] if chosen.is_kernel and chosen.notes else []
+
+
+def _travel(one: Explained) -> tuple[str, ...]:
+    """How tokens travel, and what a layer takes then; nothing where they do not."""
+    if one.over_ranks is None:
+        return ()
+    chosen = one.over_ranks.chosen
+    seconds = None if chosen is None or chosen.cost is None else chosen.cost.seconds
+    return "-" if chosen is None else chosen.name, "-" if seconds is None else duration(seconds)
 
 
 def _row(name: str, one: Explained) -> tuple[str, ...]:

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 def verdict(found: PrepareFinalizeSelection) -> str:
     """ "32 ranks (tp 4, ep 8, dp 32), 128 tokens each: alltoall with triton"."""
-    parallel = found.candidates[0].report.config.parallel
-    sizes = f"tp {parallel.tp_size}, ep {parallel.ep_size}, dp {parallel.dp_size}"
     chosen = found.chosen
     what = "no prepare/finalize fits" if chosen is None else f"{chosen.name} with {_backend(chosen)}"
     how = "" if found.requested == "auto" else f" (asked for {found.requested})"
+    return f"{sizes(found)}: {what}{how}"
+
+
+def sizes(found: PrepareFinalizeSelection) -> str:
+    """ "32 ranks (tp 4, ep 8, dp 32), 128 tokens each"."""
+    parallel = found.candidates[0].report.config.parallel
+    over = f"tp {parallel.tp_size}, ep {parallel.ep_size}, dp {parallel.dp_size}"
     each = "each" if parallel.dp_size > 1 else "on all"
-    return f"{parallel.world_size} ranks ({sizes}), {found.tokens} tokens {each}: {what}{how}"
+    return f"{parallel.world_size} ranks ({over}), {found.tokens} tokens {each}"
 
 
 def lines(found: PrepareFinalizeSelection, *, verbose: bool) -> list[str]:

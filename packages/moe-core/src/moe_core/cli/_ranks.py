@@ -147,6 +147,7 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
                 f"the environment has WORLD_SIZE {size} and no {', '.join(missing)}, which torchrun sets: torchrun "
                 f"--nproc-per-node {size} -m moe_core {args.command} …"
             )
+        _number("MASTER_PORT")
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
         with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO()):

@@ -82,7 +82,7 @@ def _explain(args: argparse.Namespace) -> Explained:
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
     fits = report.chosen is not None and (over_ranks is None or over_ranks.chosen is not None)
-    return Explained(data, _text(found, report, memory, args.verbose, over_ranks), report, memory, fits)
+    return Explained(data, _text(found, report, memory, args.verbose, over_ranks), report, memory, fits, over_ranks)
 
 
 def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:
