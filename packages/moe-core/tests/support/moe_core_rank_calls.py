@@ -84,17 +84,22 @@ def part(
     return kernel_of(experts, config, movement, held(weights_of(), placement.ranks[groups.parallel.ep_rank]))
 
 
+def call_of(rank: int) -> tuple[Tensor, dict[str, Any], Tensor]:
+    """(x, the other arguments, what the layer on one rank gives) of a rank's own tokens."""
+    x, _, topk_weights, topk_ids = batch(rank)
+    given = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    return x, given, whole(ToyExperts).apply(x, **given)
+
+
 def kinds_of_experts(rank: int) -> None:
     """Experts that sum, and those that leave it to finalize."""
     groups = ParallelGroups.create(timeout=20, dp_size=4)
-    x, _, topk_weights, topk_ids = batch(rank)
-    given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    expected = whole(ToyExperts).apply(x, **given)
+    x, given, expected = call_of(rank)
     for all2all in BACKENDS:
         own = groups.with_tokens(4, all2all)
         movement = part(ToyExperts, own).prepare_finalize
         assert movement is not None
-        routing = TokenRouting(topk_weights, topk_ids)
+        routing = TokenRouting(**given)
         prepared = movement.prepare(x, routing)
         output = torch.empty_like(x)
         sums = torch.zeros_like(prepared.hidden_states)
@@ -187,9 +192,7 @@ def same_tokens(rank: int) -> None:
 def moving(rank: int) -> None:
     """Experts change places between two calls, and tokens follow."""
     groups = ParallelGroups.create(timeout=20, dp_size=4)
-    x, _, topk_weights, topk_ids = batch(rank)
-    given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    expected = whole(ToyExperts).apply(x, **given)
+    x, given, expected = call_of(rank)
     for all2all in BACKENDS:
         kernel = part(ToyExperts, groups.with_tokens(4, all2all))
         movement = kernel.prepare_finalize
@@ -204,9 +207,7 @@ def moving(rank: int) -> None:
 def copies(rank: int) -> None:
     """A copy communicates with the same ranks; where it sends tokens is its own matter."""
     groups = ParallelGroups.create(timeout=20, dp_size=4)
-    x, _, topk_weights, topk_ids = batch(rank)
-    given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    expected = whole(ToyExperts).apply(x, **given)
+    x, given, expected = call_of(rank)
     for all2all in BACKENDS:
         kernel = part(ToyExperts, groups.with_tokens(4, all2all))
         kernel.apply(x, **given)
@@ -316,9 +317,7 @@ class ScaledByAdapter(ToyExperts):
 def adapters(rank: int) -> None:
     """Ranks of which some give adapters, and one has none for its tokens; then none gives any."""
     groups = ParallelGroups.create(timeout=10, dp_size=4)
-    x, _, topk_weights, topk_ids = batch(rank)
-    given: dict[str, Any] = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    expected = whole(ToyExperts).apply(x, **given)
+    x, given, expected = call_of(rank)
     for all2all in BACKENDS:
         kernel = part(
             ScaledByAdapter, groups.with_tokens(4, all2all), is_lora_enabled=True, max_loras=3, max_lora_rank=1
