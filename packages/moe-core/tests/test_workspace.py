@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import io
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,20 +64,6 @@ def test_it_grows_and_then_stays() -> None:
     size = workspace.nbytes
     workspace.take([WorkspaceSpec("small", (1,), torch.float32)])
     assert workspace.nbytes == size
-
-
-def test_memory_of_another_stream_is_kept_until_the_calls_on_this_one_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    workspace = Workspace("cpu")
-    workspace._buffer = SimpleNamespace(  # type: ignore[assignment]
-        numel=lambda: 16, is_cuda=True, device="cuda:0", record_stream=told.append
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    workspace.reserve(16)
-    assert told == []
-    workspace.reserve(17)
-    assert told == ["the stream of cuda:0"]
-    assert workspace.nbytes == 17
 
 
 @pytest.mark.gpu

@@ -472,7 +472,8 @@ class FusedMoEKernel:
             return
         movement = self.prepare_finalize
         partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
-        with autocast_off(output.device.type), current(output.device):
+        scratch = self._scratch()
+        with autocast_off(output.device.type), current(output.device), scratch.lock:
             self.experts.apply(
                 partial,
                 hidden_states,
@@ -480,7 +481,7 @@ class FusedMoEKernel:
                 router_logits=router_logits.contiguous(),
                 correction_bias=None if correction_bias is None else correction_bias.contiguous(),
                 expert_map=None if expert_map is None else expert_map.contiguous(),
-                workspace=self._scratch().take(self.experts.workspaces(hidden_states.shape[0])),
+                workspace=scratch.take(self.experts.workspaces(hidden_states.shape[0])),
             )
         if movement is not None:
             movement.sum_ranks_async(output, partial).wait()

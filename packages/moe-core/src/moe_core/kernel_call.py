@@ -99,18 +99,19 @@ class KernelCall:
             expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
 
             def compute(workspace: Workspace) -> None:
-                experts.apply(
-                    expert_output,
-                    prepared.hidden_states,
-                    self._weights,
-                    topk_weights=routing.topk_weights,
-                    topk_ids=routing.topk_ids,
-                    expert_map=routing.expert_map,
-                    hidden_states_scale=prepared.scale,
-                    expert_tokens=prepared.expert_tokens,
-                    workspace=workspace.take(experts.workspaces(tokens)),
-                    **applied,
-                )
+                with workspace.lock:
+                    experts.apply(
+                        expert_output,
+                        prepared.hidden_states,
+                        self._weights,
+                        topk_weights=routing.topk_weights,
+                        topk_ids=routing.topk_ids,
+                        expert_map=routing.expert_map,
+                        hidden_states_scale=prepared.scale,
+                        expert_tokens=prepared.expert_tokens,
+                        workspace=workspace.take(experts.workspaces(tokens)),
+                        **applied,
+                    )
 
             if not expert_output.numel():
                 pass

@@ -8,6 +8,7 @@ capture that is the graph's own pool.  An engine that runs many layers shares on
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from moe_core.device import as_torch_device
 from moe_core.errors import TensorError, check_tensor
+from moe_core.stream_order import StreamOrder
 
 #: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
 ALIGNMENT = 256
 #: in the state of a pickled workspace: its bytes
 _RESERVED = "reserved"
+#: what no copy has: it belongs to calls, and to graphs that were captured with this one's memory
+_OF_THIS_ONE = frozenset({"lock", "_order", "_kept", "_captured"})
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,19 @@ class Workspace:
 
     Growing replaces the buffer.  One that a CUDA graph was captured with is kept as long as the workspace, since
     replays go on using its address; :meth:`reserve` before capturing saves that memory.
+
+    Calls may be made on several streams, and by several threads: each runs behind the one before it.  Streams that
+    shall run at the same time need a workspace each.  Replays of CUDA graphs are not seen: who replays them on another
+    stream than calls are made on orders them, as with all memory that a graph writes.  A ``buffer`` of the caller's is
+    ordered from the first call with this workspace on, and not across several workspaces that share it.
+
+    Args:
+        device: Where the memory is.
+        buffer: uint8 [bytes] of the caller's, which is never replaced; None: memory of torch's allocator.
     """
 
     def __init__(self, device: torch.device | str, buffer: Tensor | None = None) -> None:
+        self._begin()
         self.device = as_torch_device(device)
         self._fixed = buffer is not None
         if buffer is not None:
@@ -79,17 +93,23 @@ class Workspace:
             if buffer.device.type != self.device.type:
                 raise TensorError(f"the workspace is for {self.device}, its buffer is on {buffer.device}")
         self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._captured = False
-        self._kept: list[Tensor] = []
         #: bytes of the last :meth:`take`
         self.taken = 0
 
+    def _begin(self) -> None:
+        #: held from :meth:`hold` until the last kernel is launched: kernels of two calls must not alternate
+        self.lock = threading.RLock()
+        self._order = StreamOrder()
+        self._captured = False
+        self._kept: list[Tensor] = []
+
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has memory of its own; what is in this one belongs to calls, and to graphs that were captured with it
-        state = self.__dict__ | {"_kept": [], "_captured": False}
+        # a copy has memory of its own
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_ONE}
         return state if self._fixed else state | {"_buffer": self._buffer.new_empty(0), _RESERVED: self.nbytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin()
         self.__dict__.update({name: value for name, value in state.items() if name != _RESERVED})
         self.device = self._buffer.device  # where it was put: torch.load may map it elsewhere
         if not self._fixed:
@@ -111,22 +131,32 @@ class Workspace:
 
     def reserve(self, nbytes: int) -> None:
         """Grow to at least ``nbytes`` now.  Raises TensorError if the buffer is the caller's and too small."""
-        if nbytes <= self._buffer.numel():
-            return
+        if nbytes > self._buffer.numel():
+            self._grow(nbytes)
+            if self.device.type == "cuda":
+                # new memory is of the current stream: others wait for what this one had there before
+                self._order.follow(self._buffer.device)
+
+    def _grow(self, nbytes: int) -> None:
         if self._fixed:
             raise TensorError(f"the workspace has {self._buffer.numel()} bytes, {nbytes} are needed")
-        if self._captured:
-            self._kept.append(self._buffer)
-            self._captured = False
-        elif self._buffer.numel() and self._buffer.is_cuda:
-            # it may be of another stream than the calls are on, where its memory would be given away before they end
-            self._buffer.record_stream(torch.cuda.current_stream(self._buffer.device))
-        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with self.lock:
+            if self._captured:
+                self._kept.append(self._buffer)
+                self._captured = False
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # nobody has used it: the old memory is kept by torch until its streams are done
+            self._order = StreamOrder()
 
     def hold(self, nbytes: int) -> Tensor:
-        """The buffer, of at least ``nbytes``; it stays if a CUDA graph is being captured."""
-        self.reserve(nbytes)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        """The buffer, of at least ``nbytes``, for what is launched on the current stream until :attr:`lock` is free.
+
+        Work of earlier calls on other streams is waited for, on the device.  The buffer stays if a CUDA graph is being
+        captured.
+        """
+        if nbytes > self._buffer.numel():
+            self._grow(nbytes)
+        if self.device.type == "cuda" and self._order.follow(self._buffer.device, self._buffer):
             self._captured = True
         return self._buffer
 

@@ -23,6 +23,7 @@ from moe_core.distributed.communication import SharedByCopies
 from moe_core.errors import CommunicationError, ConfigError, FallbackWarning
 from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
 from moe_core.ops.token_layout import TokenCode
+from moe_core.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -126,25 +127,21 @@ def _without_multicast() -> Iterator[None]:
 
 
 class _Calls:
-    """Which buffers of a rank calls have, and on which stream the last call with each of them ended."""
+    """Which buffers of a rank calls have; calls with the same one run one after another, whatever their streams."""
 
     def __init__(self, buffers: int) -> None:
         self.busy = [False] * buffers
-        self._ended: list[torch.cuda.Stream | None] = [None] * buffers
+        self._orders = [StreamOrder() for _ in range(buffers)]
 
     def follow(self, number: int, device: torch.device) -> None:
         """What the current stream of ``device`` does from here on comes behind the last call with a buffer."""
-        before = self._ended[number]
-        if before is not None and not _capturing(device):
-            stream = torch.cuda.current_stream(device)
-            if stream != before:
-                stream.wait_stream(before)
+        if device.type == "cuda":
+            self._orders[number].follow(device)
 
     def end(self, number: int, device: torch.device) -> None:
-        """The call is launched whole; one that was captured is ordered by whoever replays it."""
+        """The call is launched whole, of which the last step was on the current stream."""
         self.busy[number] = False
-        eager = device.type == "cuda" and not _capturing(device)
-        self._ended[number] = torch.cuda.current_stream(device) if eager else None
+        self.follow(number, device)
 
 
 class ExchangeBuffers(SharedByCopies):
