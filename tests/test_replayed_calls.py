@@ -7,69 +7,20 @@ interpreted kernels are recorded as if they had been compiled; what is started t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, registry
-from moe_core.claims import expand_key
-from moe_core.environment import Environment
+from moe_core import FusedMoEKernel
 from moe_core.experts import FusedMoEExperts
 from moe_core.jit.launch import Launch, observe
-from moe_core.testing.cases import Case
-from moe_core.testing.conformance import place_for
-from moe_core.testing.data import Inputs
-from moe_core.testing.harness import make_kernel, make_problem
-from moe_core.workspace import Workspace
+from moe_core_replayed_layers import called, replayed
 from moe_core_replays import as_if_compiled, python_calls
-
-
-def replayed() -> list[Any]:
-    """Classes that only launch kernels, and run here."""
-    environment, found = Environment.current(), {}
-    for scheme in registry().scheme_names():
-        for backend in registry().oracle(scheme).table():
-            for experts in backend.load():
-                if not experts.launches_only or FusedMoEActivationFormat.STANDARD not in experts.claims.formats:
-                    continue
-                if not any(environment.reason_against(requirement) for requirement in experts.claims.requires):
-                    found[f"{scheme}-{experts.__name__}"] = experts
-    return [pytest.param(experts, id=name) for name, experts in found.items()]
-
-
-def case_of(experts: type[FusedMoEExperts], device: torch.device, tokens: int) -> Case | None:
-    """A small layer that the class accepts here."""
-    place = place_for(experts.claims, device.type)
-    config = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
-    for weights, activations in experts.claims.keys:
-        for weight_key in expand_key(weights):
-            for activation_key in expand_key(activations):
-                arguments = {"weight_key": weight_key, "activation_key": activation_key}
-                if (
-                    place is not None
-                    and experts.is_supported_config(
-                        config, **arguments, device=place.target, environment=Environment.current()
-                    )[0]
-                ):
-                    return Case("values", config, **arguments, tokens=tokens)
-    return None
 
 
 @pytest.fixture
 def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         as_if_compiled(monkeypatch)
-
-
-def called(device: torch.device, experts: type[FusedMoEExperts], tokens: int) -> tuple[FusedMoEKernel, Inputs]:
-    """A layer and what it may be called with."""
-    case, place = case_of(experts, device, tokens), place_for(experts.claims, device.type)
-    if case is None or place is None:
-        pytest.skip("runs no such layer on this machine")
-    problem = make_problem(case, device)
-    kernel = make_kernel(experts, problem, place)
-    kernel.workspace = Workspace(device)  # descriptors hold its address
-    return kernel, problem.inputs
 
 
 @pytest.mark.usefixtures("recorded")

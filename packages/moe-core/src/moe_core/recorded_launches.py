@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_core.jit.launch import Launch
+from moe_core.weights import TensorPlaces
 
 #: kernels are compiled for addresses that are multiples of so many bytes, or for any
 ALIGNMENT = 16
@@ -56,10 +57,10 @@ class Span:
 
 
 class WeightMemory:
-    """The pieces of memory that a layer's weights lie in, each once, and how the weights lie in them.
+    """The pieces of memory that a layer's weights are stored in, each once, and the layout of the weights in them.
 
-    ``layout``: equal for two layers of which each tensor lies as the other's does; ``tensors`` and their ``addresses``,
-    when this was made: they may move.
+    ``layout`` is equal for two layers whose tensors are stored alike.  All of it is valid only while the ``places`` of
+    the weights are unmoved.
     """
 
     def __init__(self, weights: Lasting) -> None:
@@ -67,8 +68,7 @@ class WeightMemory:
         numbers: dict[int, int] = {}
         self.spans: list[Span] = []
         self._tensors: list[Tensor] = []
-        self.tensors = [tensor for _, tensor in weights.tensors()]
-        self.addresses = [*map(Tensor.data_ptr, self.tensors)]
+        self.places = TensorPlaces(tensor for _, tensor in weights.tensors())
         layout: list[Any] = [weights.device]
         for name, tensor in weights.tensors():
             storage = tensor.untyped_storage()

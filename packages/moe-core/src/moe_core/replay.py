@@ -12,8 +12,9 @@ A record is only used where it is certain to be what the call would have launche
   :func:`moe_core.jit.launch.launch` (``launches_only``).  Any other work that torch sees while a call is recorded
   (a copy, a fill) makes calls of that kind run as usual.
 - Every address in a launch lies within a tensor of the call, the layer's weights or the scratch memory, whose places
-  are known.  An address from anywhere else, or from two of them, likewise.  Where weights have moved, as when an engine
-  has given their memory back and taken other, a layer's records are made anew.
+  are known.  An address from anywhere else, or from two of them, likewise.
+- The weights are stored where they were when the record was made, which every call checks before it looks for one.
+  Where an engine has freed their memory and allocated other memory, all records of the layer are made anew.
 - Descriptors for the tensor memory accelerator hold addresses of their own: those of weights stay, those of scratch
   memory stay as long as the caller's workspace does.
 
@@ -25,6 +26,7 @@ each other between them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -150,6 +152,8 @@ class Replay:
         self._stream = stream or _current_stream
         self._watched = watched or _has_hooks
         self._alike = alike
+        # made by the first call, and anew where weights have moved; all records are of this memory
+        self._memory: WeightMemory | None = None
         # by kind of call; None: seen once
         self._records: dict[tuple[Any, ...], Record | NotReplayable | None] = {}
 
@@ -197,39 +201,45 @@ class Replay:
         if RECORDING.get() is not None:  # nothing is launched, and nothing is to be learnt of it
             call()
             return
-        kind = (device, *of, *_kind(inputs))
-        found = self._records.get(kind, _NEW)
-        # every call looks: no Python function is called for it
-        if isinstance(found, Record) and [*map(Tensor.data_ptr, self._memory.tensors)] != self._memory.addresses:
-            self.__dict__.pop("_memory", None)
+        memory = self._memory
+        # `TensorPlaces.unmoved` without a call of a Python function, since every call asks; before a record is looked
+        # up, since one that layers share would be filled in with old addresses too
+        if (
+            memory is None
+            or [*map(Tensor.data_ptr, memory.places.tensors), *map(Tensor.stride, memory.places.strided)]
+            != memory.places.known
+        ):
+            memory = self._memory = WeightMemory(self.weights)
             with _CHANGING:
                 self._records.clear()
-            found = _NEW
+        kind = (device, *of, *_kind(inputs))
+        found = self._records.get(kind, _NEW)
         if found is _NEW or found is None:
-            found = self._shared(kind, found, scratch, lasting)
-        if isinstance(found, Record) and self._started(found, kind, inputs, scratch, lasting, device):
+            found = self._shared(kind, found, memory, scratch, lasting)
+        if isinstance(found, Record) and self._started(found, kind, inputs, memory, scratch, lasting, device):
             return
         if found is None and not (place.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
-            with observe(launched.append), _Watch() as watch:
-                call()
-            _remember(self._records, kind, self._record(kind, launched, watch.work, inputs, scratch, lasting))
+            # until the record is made no other thread's call grows the scratch memory
+            with contextlib.nullcontext() if scratch is None else scratch.lock:
+                with observe(launched.append), _Watch() as watch:
+                    call()
+                made = self._record(kind, launched, watch.work, inputs, memory, scratch, lasting)
+            _remember(self._records, kind, made)
             return
         call()
         if found is _NEW:
             _remember(self._records, kind, None)
 
-    @functools.cached_property
-    def _memory(self) -> WeightMemory:
-        return WeightMemory(self.weights)
-
-    def _shared_key(self, kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _shared_key(self, kind: tuple[Any, ...], memory: WeightMemory) -> tuple[Any, ...] | None:
         alike = self._alike()
-        return None if alike is None else (alike, self._memory.layout, kind)
+        return None if alike is None else (alike, memory.layout, kind)
 
-    def _shared(self, kind: tuple[Any, ...], own: Any, scratch: Workspace | None, lasting: bool) -> Any:
+    def _shared(
+        self, kind: tuple[Any, ...], own: Any, memory: WeightMemory, scratch: Workspace | None, lasting: bool
+    ) -> Any:
         """What layers that are alike know of a kind of call of which this one has no record: new, or seen (``own``)."""
-        key = self._shared_key(kind)
+        key = self._shared_key(kind, memory)
         if key is None:
             return own
         recording = _SHARED.get(key, _NEW)
@@ -238,7 +248,7 @@ class Replay:
             return own
         if recording is None:
             return None
-        record = self._bound(recording, scratch, lasting)
+        record = self._bound(recording, memory, scratch, lasting)
         if isinstance(record, NotReplayable):
             return own
         _remember(self._records, kind, record)
@@ -250,12 +260,13 @@ class Replay:
         launched: Sequence[Launch],
         work: str | None,
         inputs: Sequence[Tensor | None],
+        memory: WeightMemory,
         scratch: Workspace | None,
         lasting: bool,
     ) -> Record | NotReplayable:
         if work is not None:
             return NotReplayable(f"torch does a part of the work: {work}")
-        spans = [*self._memory.spans]
+        spans = [*memory.spans]
         if scratch is not None:
             spans.append(Span.of(SCRATCH, scratch.hold(0)))
         spans += [Span.of(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
@@ -263,17 +274,20 @@ class Replay:
             recording = Recording(launched, spans, scratch=0 if scratch is None else scratch.taken)
         except NotReplayable as reason:
             return reason
-        key = self._shared_key(kind)
+        key = self._shared_key(kind, memory)
         if key is not None:
             _remember(_SHARED, key, recording, MOST_SHARED)
-        return self._bound(recording, scratch, lasting)
+        return self._bound(recording, memory, scratch, lasting)
 
-    def _bound(self, recording: Recording, scratch: Workspace | None, lasting: bool) -> Record | NotReplayable:
+    @staticmethod
+    def _bound(
+        recording: Recording, memory: WeightMemory, scratch: Workspace | None, lasting: bool
+    ) -> Record | NotReplayable:
         """The recording for this layer."""
         if recording.describes_scratch and not lasting:
             return NotReplayable("a descriptor of scratch memory that belongs to one call")
         try:
-            return Record(recording, self._memory, None if scratch is None else scratch.hold(recording.scratch))
+            return Record(recording, memory, None if scratch is None else scratch.hold(recording.scratch))
         except NotReplayable as reason:
             return reason
 
@@ -282,6 +296,7 @@ class Replay:
         record: Record,
         kind: tuple[Any, ...],
         inputs: Sequence[Tensor | None],
+        memory: WeightMemory,
         scratch: Workspace | None,
         lasting: bool,
         device: int | None,
@@ -289,25 +304,26 @@ class Replay:
         if self._watched():
             return False
         addresses: dict[Owner, int] = {}
-        if scratch is not None:
-            start = scratch.hold(record.recording.scratch).data_ptr()
+        for index, tensor in enumerate(inputs):
+            if tensor is not None:
+                addresses[index] = tensor.data_ptr()
+        if scratch is None:
+            return record.start(addresses, self._stream(device))
+        with scratch.lock:
+            start = addresses[SCRATCH] = scratch.hold(record.recording.scratch).data_ptr()
             if start % ALIGNMENT != record.recording.scratch_alignment:
                 return False
             if record.fixed_scratch not in (None, start):
-                moved = self._moved(record, scratch, lasting)
+                moved = self._moved(record, memory, scratch, lasting)
                 if moved is None:
                     return False
                 _remember(self._records, kind, moved)
                 record = moved
-            addresses[SCRATCH] = start
-        for index, tensor in enumerate(inputs):
-            if tensor is not None:
-                addresses[index] = tensor.data_ptr()
-        return record.start(addresses, self._stream(device))
+            return record.start(addresses, self._stream(device))
 
-    def _moved(self, record: Record, scratch: Workspace, lasting: bool) -> Record | None:
+    def _moved(self, record: Record, memory: WeightMemory, scratch: Workspace, lasting: bool) -> Record | None:
         """``record`` for other scratch memory than that of its descriptors: it has grown, or was replaced, since."""
-        found = None if record.bindings >= MOST_BINDINGS else self._bound(record.recording, scratch, lasting)
+        found = None if record.bindings >= MOST_BINDINGS else self._bound(record.recording, memory, scratch, lasting)
         if not isinstance(found, Record):
             return None
         found.bindings = record.bindings + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -393,6 +393,31 @@ class KernelWeights(TensorRecord):
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(here[name])
+
+
+class TensorPlaces:
+    """Where tensors were stored when this was made.
+
+    Whatever holds their addresses, or views of them, is valid only as long as they are :meth:`unmoved`: an engine may
+    free the memory of a layer and allocate other memory later, in the same tensors.
+
+    Args:
+        tensors: The tensors to look at again.  Only the tensors are kept, not their memory.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        # other memory at the same address may be contiguous where the old one was not, e.g. that of an expanded scale
+        self.strided = [tensor for tensor in self.tensors if not tensor.is_contiguous()]
+        self.known = self.now()
+
+    def now(self) -> list[int | tuple[int, ...]]:
+        """The present addresses, and the strides of tensors that were not contiguous."""
+        return [*map(Tensor.data_ptr, self.tensors), *map(Tensor.stride, self.strided)]
+
+    def unmoved(self) -> bool:
+        """Whether all tensors are still stored as they were."""
+        return self.now() == self.known
 
 
 def check_writable(name: str, tensor: Tensor) -> None:

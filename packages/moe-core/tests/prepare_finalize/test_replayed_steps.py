@@ -92,7 +92,7 @@ def test_the_host_does_little(all2all: str, most: int, monkeypatch: pytest.Monke
     for _ in range(3):
         host = called(kernels, batches)[1]
     assert kernels[0]._replay.reasons() == (None,)
-    assert host <= most
+    assert host <= most, host
 
 
 @pytest.mark.parametrize("all2all", ["low_latency", "alltoall"])

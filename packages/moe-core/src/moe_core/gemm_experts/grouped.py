@@ -26,7 +26,7 @@ from moe_core.gemm.plan import TilePlan
 from moe_core.lora import LoRA
 from moe_core.ops import layout
 from moe_core.quant_key import QuantKey
-from moe_core.weights import KernelWeights, MoEWeights
+from moe_core.weights import KernelWeights, MoEWeights, TensorPlaces
 from moe_core.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
@@ -193,18 +193,22 @@ class GroupedExperts(FusedMoEExpertsModular):
         return (size, hidden) if name == "w13" else (hidden, size)
 
     def layers(self, weights: KernelWeights) -> tuple[FusedLayer, GemvLayer | None]:
-        """What the calls with ``weights`` share, made at the first: the layer, and that for few tokens."""
+        """What the calls with ``weights`` share: the layer, and that for few tokens.
+
+        Both hold views of the weights, so they are made by the first call, and anew where weights have moved.
+        """
         layers = self.__dict__.setdefault("_layers", WeakKeyDictionary())
         found = layers.get(weights)
-        if found is None:
+        if found is None or not found[0].unmoved():
             from moe_core.gemm.fused.layer import FusedLayer
             from moe_core.gemm.launch import Activation
 
             w13, w2 = (self.gemm_weight(name, weights) for name in ("w13", "w2"))
             scheme, activation = self.activation_scheme(weights), Activation.of(self.config)
-            found = FusedLayer(w13, w2, scheme, activation), self.gemv_layer(weights)
+            places = TensorPlaces(tensor for _, tensor in weights.tensors())
+            found = places, FusedLayer(w13, w2, scheme, activation), self.gemv_layer(weights)
             layers[weights] = found
-        made: tuple[FusedLayer, GemvLayer | None] = found
+        made: tuple[FusedLayer, GemvLayer | None] = found[1:]
         return made
 
     def _tokens_alike(self, hidden_states: Tensor, expert_tokens: ExpertTokensMetadata | None) -> int:
