@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
+from moe_core.environment import CHECK
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_sign, check_tensor
 from moe_core.lora import LoRAWeights
 from moe_core.routing import LOGIT_DTYPES
@@ -104,6 +105,32 @@ def check_routing(
     check_beside(hidden_states, "topk_ids", topk_ids)
     if expert_map is not None or not mapped:
         check_map(hidden_states, expert_map, config)
+
+
+def check_routing_values(topk_weights: Tensor, topk_ids: Tensor, config: FusedMoEConfig) -> None:
+    """Expert ids from -1 to E - 1, and router weights that are numbers where there is one.  Waits for the device.
+
+    Raises:
+        TensorError: Some are not, with how many and the first one.
+    """
+    last = config.num_experts - 1
+    refuse_values(
+        "topk_ids", topk_ids, (topk_ids < -1) | (topk_ids > last), f"expert ids from -1 (no expert) to {last}"
+    )
+    refuse_values("topk_weights", topk_weights, topk_weights.isnan() & (topk_ids != -1), "numbers")
+
+
+def refuse_values(name: str, tensor: Tensor, wrong: Tensor, expected: str) -> None:
+    """TensorError where an element of ``tensor`` is ``wrong``; not under CUDA-graph capture, which knows no values."""
+    if tensor.is_meta or (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    found = wrong.nonzero().tolist()
+    if found:
+        first = tuple(found[0])
+        raise TensorError(
+            f"{name} has {len(found)} of {tensor.numel()} values out of range, the first {tensor[first].item()} at "
+            f"{list(first)}, expected {expected} (found because {CHECK}=1)"
+        )
 
 
 def check_logits(

@@ -1,4 +1,4 @@
-"""What is installed, as a value, so that selection stays a pure function."""
+"""What is installed, as a value, so that selection stays a pure function; the switch for checks of values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,27 @@ def _is_there(module: str) -> bool:
 
 
 _LIVE = _LiveEnvironment()
+
+
+#: the environment variable that has calls look at the values of their arguments
+CHECK = "MOE_CHECK"
+
+
+def checks_values(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether calls look at the values of their arguments, for which the host waits for the device.
+
+    Read when a layer is made: calls of others ask nothing.
+
+    Args:
+        environ: Default the process's.
+
+    Raises:
+        ConfigError: ``MOE_CHECK`` is neither 0 nor 1.
+    """
+    text = (os.environ if environ is None else environ).get(CHECK, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{CHECK} is {text!r}, expected 1 (calls check values) or 0")
+    return text == "1"
 
 
 def distribution_version(name: str) -> str | None:

@@ -25,9 +25,12 @@ from moe_core.call_arguments import (
     check_logits,
     check_output,
     check_routing,
+    check_routing_values,
     refuse_gradients,
+    refuse_values,
 )
 from moe_core.config import FusedMoEConfig
+from moe_core.environment import checks_values
 from moe_core.errors import ConfigError, TensorError
 from moe_core.experts import (
     FusedMoEExperts,
@@ -194,6 +197,7 @@ class FusedMoEKernel:
         self._register()
 
     def _register(self) -> None:
+        self._checks = checks_values()
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
         self._replay = Replay(self._weights)
@@ -238,7 +242,10 @@ class FusedMoEKernel:
 
         Raises TensorError for arguments of the wrong shape, dtype or device, and for those that require grad outside
         ``torch.no_grad()``; ConfigError on monolithic experts; CommunicationError where another rank is not there.
-        Ids out of range select no expert (checking values would synchronise with the device).
+        Ids out of range (negative, or E and more) select no expert, and a router weight that is NaN makes its token's
+        result NaN: checking values would synchronise with the device.  With ``MOE_CHECK=1`` in the environment when
+        the layer is made, calls do so: TensorError for an id other than -1 to E - 1, a weight that is NaN, and
+        ``tokens_per_rank`` that are not what ranks bring.
         """
         parts = self._modular_parts()
         if torch.compiler.is_compiling():
@@ -345,6 +352,8 @@ class FusedMoEKernel:
         mapped = self.prepare_finalize is not None and self.prepare_finalize.maps_experts
         check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.experts.config, mapped=mapped)
         check_adapters(hidden_states, adapter_ids, self._lora)
+        if self._checks:
+            check_routing_values(topk_weights, topk_ids, self.experts.config)
         return output
 
     def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor, output: Tensor | None) -> None:
@@ -470,6 +479,8 @@ class FusedMoEKernel:
             raise ConfigError(f"{type(self.experts).__name__} is not monolithic")
         if hidden_states.shape[0] == 0:
             return
+        if self._checks:
+            refuse_values("router_logits", router_logits, router_logits.isnan(), "numbers")
         movement = self.prepare_finalize
         partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
         scratch = self._scratch()

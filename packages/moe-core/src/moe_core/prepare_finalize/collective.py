@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
+from moe_core.environment import CHECK, checks_values
 from moe_core.errors import ConfigError, TensorError
 from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
@@ -72,6 +74,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         #: the ranks that exchange tokens, this one in it by ``dp_rank``
         self.exchange: Communicator = groups.among(exchanged)
         self.ranks: ParallelGroups = groups
+        self._checks = checks_values()
         self._code: TokenCode | None = None
         self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
         self.placement = self.destinations.placement
@@ -118,6 +121,8 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         from moe_core.ops.quantize import quantize_activation
 
         parallel, counts = self.ranks.parallel, routing.tokens_per_rank
+        if self._checks:
+            self._check_counts(hidden_states, counts)
         if counts is not None:
             given = list(counts)
             if len(given) != parallel.dp_size or given[parallel.dp_rank] != len(hidden_states):
@@ -187,6 +192,23 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return [own] * size
         return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)")]
+
+    def _check_counts(self, hidden_states: Tensor, given: Sequence[int] | None) -> None:
+        """TensorError, on all ranks, where one was given other numbers of tokens than the ranks bring."""
+        device = hidden_states.device
+        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return
+        told = self.tell(
+            [len(hidden_states), 0 if given is None else zlib.crc32(str(list(given)).encode()) or 1],
+            f"ranks compare tokens_per_rank ({CHECK}=1)",
+        )
+        brought = [count for count, _ in told]
+        stale = [rank for rank, (_, stamp) in enumerate(told) if stamp != (zlib.crc32(str(brought).encode()) or 1)]
+        if stale and any(stamp for _, stamp in told):
+            raise TensorError(
+                f"tokens_per_rank is {given if given is None else list(given)} on this rank, ranks bring {brought}: "
+                f"dp_ranks {stale} were given other numbers, or none (found because {CHECK}=1)"
+            )
 
     def tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
         """What each rank tells the others, as many integers as this one."""
