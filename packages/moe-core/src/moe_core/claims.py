@@ -16,7 +16,7 @@ from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo, DeviceRange
 from moe_core.environment import Environment, Requirement
 from moe_core.errors import ConfigError
-from moe_core.quant_key import KeyPattern, QuantKey, key_name
+from moe_core.quant_key import KeyPattern, QuantKey, check_one_level, key_name
 from moe_core.routing import RoutingMethodType
 
 KeyClaim = QuantKey | KeyPattern | None
@@ -180,7 +180,12 @@ class Claims:
         device: DeviceInfo,
         environment: Environment,
     ) -> list[str]:
-        """Every reason why the claims do not cover the request; empty if they do."""
+        """Every reason why the claims do not cover the request; empty if they do.
+
+        Raises ConfigError for a key with two levels of scales, claimed or not.
+        """
+        check_one_level(weight_key, "weight_key")
+        check_one_level(activation_key, "activation_key")
         reasons: list[str] = []
         against = [r.reason_against(device) for r in self.devices]
         if all(reason is not None for reason in against):

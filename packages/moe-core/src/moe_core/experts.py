@@ -36,7 +36,7 @@ from moe_core.device import DeviceInfo
 from moe_core.environment import Environment
 from moe_core.errors import TensorError
 from moe_core.placement import Placement
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, check_one_level
 from moe_core.weights import KernelWeights, MoEWeights
 from moe_core.workspace import WorkspaceSpec
 
@@ -96,6 +96,8 @@ class FusedMoEExperts(ABC):
         activation_key: QuantKey | None,
         device: DeviceInfo | None = None,
     ) -> None:
+        check_one_level(weight_key, "weight_key")
+        check_one_level(activation_key, "activation_key")
         self.config = config
         self.weight_key = weight_key
         self.activation_key = activation_key

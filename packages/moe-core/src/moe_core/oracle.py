@@ -114,6 +114,8 @@ class Oracle:
         device: DeviceInfo | str | torch.device | None = None,
     ) -> tuple[Backend, ...]:
         """The whole table in order of preference for this request, whether a backend fits or not."""
+        weight_key = as_quant_key(weight_key, "weight_key")
+        activation_key = as_quant_key(activation_key, "activation_key")
         return self._ordered(Request(config, weight_key, activation_key, as_device_info(device), Environment()))[0]
 
     def select(

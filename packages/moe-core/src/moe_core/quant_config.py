@@ -20,6 +20,7 @@ from moe_core.quant_key import (
     QuantKey,
     ScaleDesc,
     as_quant_key,
+    check_one_level,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -53,6 +54,9 @@ class FusedMoEQuantDesc(TensorRecord):
     bias: Tensor | None = None
     g_idx: Tensor | None = None
     pre_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_one_level(self.key, "key")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for item in fields(self):

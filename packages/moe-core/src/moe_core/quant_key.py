@@ -122,7 +122,8 @@ class QuantKey:
     usual for the type where it is left out: :data:`PACKED_4BIT` for e2m1 and unsigned 4-bit;
     ``permuted`` is True where a per-layer permutation ``g_idx`` assigns columns to
     groups (activation order); ``pre_scaled`` where a factor for each column multiplies
-    the activations before the product (input smoothing).
+    the activations before the product (input smoothing).  A key with ``scale2``, a second level of scales, can be
+    written down and compared, but everything that takes a key refuses it.
     """
 
     dtype: QuantDtype
@@ -259,12 +260,30 @@ for _name, _value in list(globals().items()):
         NAMES.setdefault(_value, _name)
 
 
+def check_one_level(key: QuantKey | None, what: str = "quant key") -> None:
+    """Refuse a key with a second level of scales, which nothing here applies.
+
+    Args:
+        key: The key, or None for 16 bits.
+        what: Name of the argument, for the error.
+
+    Raises:
+        ConfigError: Where the key has a ``scale2``.
+    """
+    if key is not None and key.scale2 is not None:
+        raise ConfigError(
+            f"{what} has scale2={key.scale2}, but two-level scales are not supported: "
+            "multiply the second scale into the first and leave scale2 out"
+        )
+
+
 def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKey | None:
     """A key from what users pass: itself or its name; None, "none" or "16-bit" for what is not quantised.
 
-    Raises ConfigError, where ``what`` says which key it is, for anything else.
+    Raises ConfigError, where ``what`` says which key it is, for anything else and for :func:`check_one_level`'s reason.
     """
     if key is None or isinstance(key, QuantKey):
+        check_one_level(key, what)
         return key
     if not isinstance(key, str):
         raise ConfigError(

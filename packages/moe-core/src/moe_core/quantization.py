@@ -33,7 +33,7 @@ from torch import Tensor
 from moe_core._e4m3 import decode_e4m3
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, FP4_E2M1, FP8_E4M3, NumberKind, e8m0_to_float32, is_e8m0
-from moe_core.quant_key import Packing, QuantKey
+from moe_core.quant_key import Packing, QuantKey, check_one_level
 from moe_core.weights import MoEWeights, scale_shape, storage_dtypes, with_groups_of
 
 
@@ -163,6 +163,7 @@ def integer_row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
 
     ``scale`` as :func:`quantize_tensor` returns it for ``x``, one per row or for all.
     """
+    check_one_level(key)
     rows = scale.reshape(-1, 1).expand(len(x), 1)
     return rows.masked_fill(_lost(x, key).any(dim=1, keepdim=True), torch.nan)
 
@@ -340,8 +341,6 @@ def _quantize(
     x: Tensor, key: QuantKey, parts: int, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Unpacked codes of float32 ``x`` [E, rows, K], canonical scale and zero point."""
-    if key.scale2 is not None:
-        raise ConfigError(f"two-level scales have no quantiser here: {key}")
     experts, rows, cols = x.shape
     shape = scale_shape(key, experts, rows, cols, parts)
     if x.numel() == 0:

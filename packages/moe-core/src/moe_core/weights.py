@@ -14,7 +14,7 @@ from moe_core.device import as_torch_device
 from moe_core.errors import TensorError, check_dtype, check_shape, check_sign, check_tensor
 from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
-from moe_core.quant_key import QuantKey, as_quant_key
+from moe_core.quant_key import QuantKey, as_quant_key, check_one_level
 from moe_core.tensor_record import TensorRecord
 
 
@@ -24,7 +24,9 @@ def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 
     ``parts`` stacked matrices (gate and up: 2) of ``rows / parts`` rows each own
     their scale rows, so a partial last block of the gate is not shared with the up rows.
     Per tensor: ``[E, parts]``.  Otherwise ``[E, parts * grid_rows, grid_cols]``.
+    Raises ConfigError for a key with two levels of scales.
     """
+    check_one_level(key)
     if key.group_shape.is_per_tensor:
         return (experts, parts)
     grid_rows, grid_cols = key.group_shape.grid(rows // parts, cols)
@@ -276,7 +278,8 @@ class MoEWeights(TensorRecord):
 
 
 def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
-    """Tensor dtypes that hold weights of ``key``."""
+    """Tensor dtypes that hold weights of ``key``.  Raises ConfigError for a key with two levels of scales."""
+    check_one_level(key)
     if key is None:
         return (torch.bfloat16, torch.float16, torch.float32)
     if key.packing is not None:

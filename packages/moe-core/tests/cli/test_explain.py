@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core import Requirement
-from moe_core_checkpoints import E, K, N, layer_tensors, write
+from moe_core import Requirement, kFp8DynamicTokenSym, kFp8StaticChannelSym
+from moe_core_checkpoints import E, K, N, PlainFormat, PlainLayout, layer_tensors, write
 from moe_core_toys import GpuToyExperts, ToyExperts
 
 SHAPE = ("--scheme", "plain", "--shape", "8,2,64,32")
@@ -197,3 +197,18 @@ def test_warnings_are_lines(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_checkpoint_says_by_itself(moe: Any, command: tuple[str, ...], option: tuple[str, ...]) -> None:
     moe.refuses(*command, "somewhere", *option, parts=(f"{option[0]} describes a layer of --scheme and --shape",))
     moe.refuses(*command, "somewhere", "--scheme", "plain", parts=("or described by --scheme and --shape, not both",))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("more", [(), ("--all-layers",)])
+def test_refuses_two_levels_of_scales_even_where_a_backend_claims_them(
+    moe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, which: int, more: tuple[str, ...]
+) -> None:
+    base = (kFp8StaticChannelSym, kFp8DynamicTokenSym)[which]
+    keys = tuple(replace(base, scale2=base.scale) if at == which else None for at in range(2))
+    monkeypatch.setattr(ToyExperts, "claims", replace(ToyExperts.claims, keys=(keys,)))
+    monkeypatch.setattr(PlainFormat, "resolve", lambda _, quantization, layer: PlainLayout(layer, *keys))
+    result = moe("explain", folder, "--device", "cpu", *more)
+    assert result.code == 2
+    assert "scale2" in result.out + result.err
+    assert "chosen" not in result.out

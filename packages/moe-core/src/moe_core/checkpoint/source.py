@@ -162,7 +162,8 @@ def read_layer(
     scheme, adapter, layout = detect(checkpoint, tensors, quantize, plugins)
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
-    weight_key, activations = layout.weight_key, _activations(activation_key, layout.activation_key)
+    weight_key = as_quant_key(layout.weight_key, "weight_key")
+    activations = _activations(activation_key, layout.activation_key)
     cuts = column_cuts(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
     found = LayerSource(
         index=tensors.index,
@@ -202,9 +203,7 @@ def _of_format(adapter: CheckpointFormat, call: Callable[[], T]) -> T:
 
 def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> QuantKey | None:
     """What was asked for, or what the checkpoint says."""
-    if wanted == AS_STORED:
-        return stored
-    key = as_quant_key(wanted, "activation_key")
+    key = as_quant_key(stored if wanted == AS_STORED else wanted, "activation_key")
     if key is not None and key.is_static and key != stored:
         raise ConfigError(
             f"activations of {key} have scales from a checkpoint, this one has those of "

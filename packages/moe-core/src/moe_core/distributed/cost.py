@@ -39,7 +39,7 @@ from typing import Any
 
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, TokenSharing, whole_number
 from moe_core.distributed.machine import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PUSH, REDUCE_SCATTER, Machine, Sample
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, check_one_level
 
 #: bytes of a slot's routing: a float32 weight and an int32 id
 ROUTING_BYTES = 8
@@ -66,6 +66,7 @@ def active_experts(num_experts: int, held: int, top_k: int, tokens: int) -> floa
 
 def payload_bytes(hidden_size: int, dtype_bytes: int, key: QuantKey | None) -> int:
     """Bytes of a token's hidden state as it travels: as it is (``key`` None), or quantised with its dynamic scales."""
+    check_one_level(key, "payload")
     if key is None:
         return hidden_size * dtype_bytes
     codes = -(-hidden_size * key.dtype.bits // 8)

@@ -25,7 +25,7 @@ from moe_core.errors import ConfigError, TensorError, check_dtype
 from moe_core.numerics import FP8_E4M3, INT8, e8m0_to_float32, is_e8m0
 from moe_core.ops._backend import use_triton
 from moe_core.ops._rows import Rows, check_output
-from moe_core.quant_key import QuantKey
+from moe_core.quant_key import QuantKey, check_one_level
 from moe_core.quantization import Quantized, quantize_tensor
 
 _CODES = {FP8_E4M3: ("e4m3", torch.float8_e4m3fn), INT8: ("int8", torch.int8)}
@@ -156,10 +156,11 @@ def _check_key(
     key: QuantKey, static_scale: Tensor | None, power_of_two: bool, *, asymmetric: bool
 ) -> tuple[str, torch.dtype]:
     """(name of the code, its torch dtype) of a key that activations can be quantised by."""
+    check_one_level(key, "key")
     shape = key.group_shape
-    plain = key.packing is None and key.scale2 is None and not key.permuted and not key.pre_scaled
+    plain = key.packing is None and not key.permuted and not key.pre_scaled
     if key.dtype not in _CODES or not plain:
-        raise ConfigError(f"activations are quantised to e4m3 or int8 with one level of scales, the key is {key}")
+        raise ConfigError(f"activations are quantised to e4m3 or int8, not packed or permuted, the key is {key}")
     if key.symmetric is asymmetric:
         name = "quantize_activation" if asymmetric else "quantize_activation_asymmetric"
         raise ConfigError(f"the key is {key}: use {name}")
