@@ -16,6 +16,10 @@ SITU           ``beta tanh(g / beta) sigma(g) * l(u)``, l(u) = L tanh(u / L), or
 Wherever the table does not use L itself, a limit clamps the inputs first: ``g = min(g, L)``, ``u = clamp(u, -L, L)``
 (DeepSeek-style ``swiglu_limit``; part of SWIGLUOAI's definition).  The order is always gate, then up; checkpoints
 that interleave the two (gpt-oss) are put in order when they are read.
+
+Every implementation computes in float32 and keeps the relative precision of a small gate or up.  One formula cancels in
+kernels: the ``1 + erf`` of GELU, whose error for negative gates is relative to ``g u``, not to the result.  The result
+is rounded to the layer's dtype: float16 makes what exceeds 65504 infinite and what is below 3e-8 zero.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ class ActivationParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, (int, float)) or math.isnan(value)):
                 raise ConfigError(f"activation parameter {name} must be a number, got {value!r}")
+            if value is not None and math.isinf(value) and name != "limit":
+                raise ConfigError(f"activation parameter {name} must be finite, got {value!r}")
         if self.limit is not None and self.limit <= 0:
             raise ConfigError(f"activation limit must be positive, got {self.limit}")
 
@@ -173,8 +179,11 @@ def _plain(activation: MoEActivation, x: Tensor) -> Tensor:
     name = activation.value.removesuffix("_no_mul")
     if name == "silu":
         return torch.nn.functional.silu(x)
-    if name in ("gelu", "gelu_tanh"):
-        return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+    # torch's own gelu adds 1 to a number near -1 where x is negative, and so loses what is left of it
+    if name == "gelu":
+        return 0.5 * x * torch.erfc(-math.sqrt(0.5) * x)
+    if name == "gelu_tanh":
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return torch.relu(x).square()
 
 

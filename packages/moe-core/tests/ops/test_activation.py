@@ -39,6 +39,68 @@ def test_float64(activation, params, backend, device):
         assert (error <= tolerance(x.double() + bias.double(), want, dtype)).all(), (dtype, error.max())
 
 
+#: in float32, which every backend computes in
+UNIT = 2.0**-23
+#: 1e-12 to 1e4 of either sign
+MAGNITUDES = torch.logspace(-12, 4, 49, dtype=torch.float64)
+SIGNED = torch.cat((-MAGNITUDES, MAGNITUDES))
+RANGES = [
+    (A.SITU, ActivationParams(beta=3.0, limit=7.0)),
+    (A.SWIGLUOAI, ActivationParams(alpha=0.5, beta=0.25, limit=3.0)),
+    *((activation, params) for activation in A for params in PARAMS),
+]
+
+
+def logistic(argument):
+    """Relative error of the logistic function, whose argument has five roundings.
+
+    exp of a GPU is exact to 2^-22; what it is off counts where it is more than the 1 beside it.  A sum, a quotient
+    (two units), and a product follow.
+    """
+    return UNIT * ((2 + 4 * argument.abs()) * torch.sigmoid(-argument) + 4)
+
+
+def largest_error(activation, gate, up, want, params):
+    """How far float32 arithmetic on a GPU may be from float64 ``want``: relative to it, save where something cancels.
+
+    - tanh: to 12 units, by the difference where it is at least 1/2; a quotient (two units) before, two products behind
+    - GELU of a negative gate: 1 + erf(g / sqrt 2) cancels; erf is exact to two units, whatever is left
+    - an exponential beyond the largest float32 leaves 0 of what would be subnormal
+    """
+    name = activation.value.removesuffix("_no_mul")
+    used = activation.resolve_params(params)
+    relative = torch.full_like(want, 4 * UNIT)
+    absolute = 4 * torch.finfo(torch.float32).tiny * (1 + gate.abs()) * (1 + up.abs())
+    limited = gate if used.limit is None or name in ("situ", "swiglustep") else gate.clamp_max(used.limit)
+    if name == "gelu":
+        absolute += torch.where(gate < 0, 2 * UNIT * (gate * up).abs(), 0.0)
+    elif name == "gelu_tanh":
+        relative += logistic(1.5957691216057308 * (limited + 0.044715 * limited**3))
+    elif name != "relu2":
+        relative += logistic((used.alpha or 1.0) * limited)
+    if name == "situ":
+        relative += (16 if used.limit is None else 32) * UNIT
+    return relative * want.abs() + absolute
+
+
+@pytest.mark.parametrize(("activation", "params"), RANGES, ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_all_magnitudes(activation, params, dtype, backend, device):
+    gate = SIGNED.expand(len(SIGNED), -1).to(dtype)
+    up = gate.T if activation.is_gated else torch.ones_like(gate)
+    x = torch.cat((gate, up), dim=1) if activation.is_gated else gate
+    y = fused_activation(activation, x.to(device), params=params, backend=backend).cpu()
+    want = apply_moe_activation(activation, x.double(), params)
+    bound = largest_error(activation, gate.double(), up.double(), want, params)
+    info = torch.finfo(dtype)
+    bound += info.eps / 2 * (want.abs() + bound) + info.tiny * info.eps
+    fits = want.abs() + bound <= info.max  # what float16 does not hold becomes infinite
+    error = (y.double() - want).abs()[fits]
+    assert (error <= bound[fits]).all(), (error / bound[fits]).max()
+    assert torch.equal(y[~fits & (want.abs() > 1.01 * info.max)].isinf().all(), torch.tensor(True))
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_bias_by_expert(backend, device):
     x = torch.randn(5, 12, device=device)

@@ -179,7 +179,7 @@ def test_gpu_checks_come_with_a_gpu() -> None:
     checks = {c.check for c in conformance_cases(ToyExperts, target=CPU, on_gpu=True)}
     assert checks == {
         "values", "convert", "reload", "compile", "opcheck", "refusals", "graph", "sync", "memory", "many_rows", "nan",
-        "large",
+        "large", "range",
     }  # fmt: skip
     no_graph = with_claims(cuda_graph=False)
     assert not {"graph", "sync"} & {c.check for c in conformance_cases(no_graph, target=CPU, on_gpu=True)}

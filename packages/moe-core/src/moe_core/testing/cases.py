@@ -55,6 +55,10 @@ _LARGE = ((64, 8, 64, 40, 9), (2, 1, 1100, 40, 3))
 #: hidden size, intermediate size and tokens of layers whose batch invariance is looked at
 _LONG_ROWS = (1024, 768, 300)
 _LONG_ROWS_IN_SMALL = (1024, 128, 33)
+#: experts, top-k, hidden and intermediate size, at least, and tokens of layers whose tokens differ in magnitude
+_MAGNITUDES = (2, 1, 64, 40, 17)
+#: a limit that many values reach
+_LIMIT = ActivationParams(limit=0.75)
 #: checks that need a GPU
 GPU_CHECKS = ("graph", "sync", "memory")
 
@@ -202,6 +206,7 @@ def conformance_cases(
     if claims.keeps_nan:
         cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
     cases += _large_cases(layers, claims, supported, everywhere=on_gpu or budget == "full")
+    cases += _range_cases(layers, claims, supported, everywhere=on_gpu or budget == "full")
     narrow = [case for case in _many_rows(layers, claims, _MANY_NARROW_ROWS) if supported(case)[0]]
     cases += narrow if on_gpu or budget == "full" else narrow[:1]
     if claims.batch_invariant:
@@ -264,7 +269,7 @@ def activations_of(claims: Claims) -> list[tuple[MoEActivation, ActivationParams
         if own:
             found.append((activation, ActivationParams(**{name: {"alpha": 1.25, "beta": 0.5}[name] for name in own})))
         if claims.limits(activation):
-            found.append((activation, ActivationParams(limit=0.75)))
+            found.append((activation, _LIMIT))
             if activation.default_params().limit is not None:
                 found.append((activation, ActivationParams(limit=float("inf"))))
     return found
@@ -419,6 +424,43 @@ def _large_cases(
         smallest = [layers[0] for layers in possible if layers]
         # each with other keys, where there are several
         found += smallest if everywhere else smallest[number % max(1, len(smallest)) :][:1]
+    return found
+
+
+def _range_cases(
+    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
+) -> list[Case]:
+    """Tokens of all magnitudes with every activation, whose keys and dtypes take turns.
+
+    Keys are those that leave tokens apart, without static scales; float16 holds too few magnitudes.  Unless
+    ``everywhere``, parameters are the defaults, but for SITU's limit, which is another function.
+    """
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in claims.dtypes]
+    plain: dict[KeyPair, Case] = {}
+    for case in sorted(cases, key=lambda case: case.config.activation_format is FusedMoEActivationFormat.BATCHED):
+        key = case.activation_key
+        if case.config.routing is None and (key is None or key.is_token_wise):
+            plain.setdefault((case.weight_key, key), case)
+    turns = list(itertools.product(plain.values(), dtypes))
+    found: list[Case] = []
+    for activation, params in activations_of(claims):
+        if not everywhere and params not in (None, _LIMIT if activation is MoEActivation.SITU else None):
+            continue
+        # the next turn that fits: not every key goes with every dtype
+        for case, dtype in turns[len(found) % len(turns) :] + turns if turns else []:
+            config = replace(
+                case.config,
+                activation=activation,
+                activation_params=params,
+                dtype=dtype,
+                has_bias=False,
+                apply_router_weight_on_input=False,
+            )
+            layers = _enlarged(replace(case, config=config), claims, *_MAGNITUDES)
+            fits = [replace(layer, check="range") for layer in layers if supported(layer)[0]]
+            if fits:
+                found.append(fits[0])
+                break
     return found
 
 

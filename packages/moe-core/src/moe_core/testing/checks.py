@@ -463,6 +463,24 @@ def check_large(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
     compare(experts, problem, watched_call(make_kernel(experts, problem, place), problem, POISONS["NaN"]), place)
 
 
+def check_range(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
+    """The activation is right from 1e-12 to 1e4, among tokens of all magnitudes and for single ones.
+
+    A token's bounds follow its own magnitude, so that a small one shows a difference that cancels.
+    """
+    problem = make_problem(case, place.device)
+    inputs = problem.inputs
+    sizes = torch.logspace(-12, 4, case.tokens, dtype=torch.float64, device=place.device)
+    x = (inputs.x.double() * sizes[:, None]).to(inputs.x.dtype)
+    problem = replace(problem, inputs=replace(inputs, x=x))
+    kernel = make_kernel(experts, problem, place)
+    compare(experts, problem, call(kernel, problem), place)
+    # one token may have kernels of its own
+    some = list(range(0, case.tokens, 4))
+    singles = torch.cat([call(kernel, problem.only([token])) for token in some])
+    compare(experts, problem.only(some), singles, place)
+
+
 def check_claims(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """Something is claimed for which no configuration is accepted."""
     raise AssertionError(case.reason)
@@ -476,6 +494,7 @@ CHECKS: dict[str, Check] = {
     "nan": check_nan,
     "many_rows": check_many_rows,
     "large": check_large,
+    "range": check_range,
     "compile": check_compile,
     "opcheck": check_opcheck,
     "refusals": check_refusals,

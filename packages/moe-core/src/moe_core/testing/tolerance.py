@@ -15,7 +15,7 @@ of the dtype:
   last place (a whole one where conversions truncate);
 - float32 sums of n terms, one after another: an error of up to 2^-24 of each partial sum.  Terms of one sign add up
   to S evenly, others to their norm T: a standard deviation of at most 2^-24 sqrt(n / 3 (T^2 + S^2 / 3));
-- the activation function: a unit of float32 in the last place of its inputs' product;
+- the activation function: a unit of float32 in the last place of its inputs' product, after their limit;
 - the quantiser of the second product (and of the first, where x was weighted) sees values that are off by this much:
   values near a rounding boundary land on the other side, and a power-of-two scale may double.  The reference's own
   values say which and how far, so nothing is assumed about how often that happens;
@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.activation import apply_moe_activation
+from moe_core.activation import MoEActivation, apply_moe_activation
 from moe_core.config import FusedMoEConfig
 from moe_core.lora import LoRA
 from moe_core.quant_key import QuantKey
@@ -429,9 +429,14 @@ def _activated(z: Tensor, sigma: Tensor, config: FusedMoEConfig) -> tuple[Tensor
         moved[:, half] = sigma[:, half]
         change = torch.maximum((activate(z + moved) - h).abs(), (activate(z - moved) - h).abs())
         variance += change.square()
-    # evaluated in float32, where 1 + erf(x) and the like cancel: an error relative to the inputs, not to the result
-    gate = z[:, : h.shape[1]].abs()
-    up = z[:, h.shape[1] :].abs() + 1 if config.is_gated else torch.ones_like(gate)
+    # evaluated in float32, where gelu's 1 + erf(x) cancels: an error relative to the clamped inputs, not to the result
+    params = config.params
+    limit = math.inf if params.limit is None else params.limit
+    soft = abs(params.beta or 1.0) if config.activation is MoEActivation.SITU else limit
+    gate = z[:, : h.shape[1]].abs().clamp_max(soft)
+    up = z[:, h.shape[1] :].abs().clamp_max(limit) if config.is_gated else torch.ones_like(gate)
+    if config.activation is MoEActivation.SWIGLUOAI:
+        up = up + abs(params.beta or 0.0)
     return h, variance + (2.0**-23 * torch.maximum(gate * up, h.abs())).square()
 
 
