@@ -25,7 +25,10 @@ from moe_core.quant_key import (
     kInt8StaticTensorSym,
     kMxfp4Dynamic,
     kMxfp8Dynamic,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
 )
+from moe_core.quantization import quantize_tensor
 
 KEYS = [
     kFp8DynamicTokenSym,
@@ -349,3 +352,22 @@ def test_columns_may_lie_any_number_of_elements_apart(gated, device):
             expected = quantize_activation(x.contiguous(), key, backend="triton")
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("key", [kMxfp8DynamicEven, kMxfp8DynamicDown], ids=str)
+def test_kernels_do_not_round_scales_another_way_than_the_key(key, device):
+    x = torch.randn(4, 96, device=device)
+    with pytest.raises(ConfigError, match="rounded up"):
+        quantize_activation(x, key, backend="triton")
+    codes, scale = quantize_activation(x, key)
+    want = quantize_tensor(x.cpu(), key)
+    assert torch.equal(codes.cpu().view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(scale.cpu(), want.scale)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_range_beyond_float32_shows(backend, device):
+    x = torch.ones(3, 8, device=device)
+    x[1, :2] = torch.tensor([3e38, -3e38])
+    _, scale, _ = quantize_activation_asymmetric(x, kInt8DynamicTokenAsym, backend=backend)
+    assert scale.flatten().isnan().tolist() == [False, True, False]

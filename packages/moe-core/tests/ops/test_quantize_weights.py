@@ -173,3 +173,15 @@ def test_what_is_refused(device: torch.device) -> None:
         quantize_weights(w.to(device), kMxfp4Static, backend="triton")
     with pytest.raises(ConfigError, match="blocks have at most 32768 values"):
         quantize_weights(w.to(device), kFp8Static128BlockSym.with_group(512, 512), backend="triton")
+
+
+@pytest.mark.parametrize("rounding", ["even", "down"])
+def test_kernels_do_not_round_scales_another_way_than_the_key(rounding: str, device: torch.device) -> None:
+    key = kMxfp8Static.with_rounding(rounding)
+    w = torch.randn(1, 4, 96, device=device)
+    with pytest.raises(ConfigError, match="rounded up"):
+        quantize_weights(w, key, backend="triton")
+    codes, scale, _ = quantize_weights(w, key)
+    want = quantize_weight(w.cpu(), key)
+    assert torch.equal(codes.cpu().view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(scale.cpu(), want.scale)

@@ -319,12 +319,12 @@ def row_kernel(
                 low = tl.minimum(low, tl.min(values, axis=1, keep_dims=True))
                 high = tl.maximum(high, tl.max(values, axis=1, keep_dims=True))
     if zero_points is not None:
-        # scale = (high - low) / 255; a NaN or an infinity anywhere makes it NaN
+        # scale = (high - low) / 255; a NaN or an infinity anywhere, and a range beyond float32, make it NaN
         low = tl.minimum(low, 0.0)
         width = tl.maximum(high, 0.0) - low
         width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
         scale = tl.div_rn(width, tl.full(width.shape, 255.0, tl.float32))
-        scale = tl.where(largest < INFINITY_BITS, scale, float("nan"))
+        scale = tl.where((largest < INFINITY_BITS) & (width < float("inf")), scale, float("nan"))
         divisor, inverse = divisor_of(scale)
         zero = -128.0 - divide_by(low, divisor, inverse)
         zero = tl.where(zero == zero, round_half_even(zero), 0.0)

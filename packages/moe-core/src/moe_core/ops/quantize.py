@@ -135,6 +135,8 @@ def _quantize(
     if out.numel() == 0:
         return Quantized(out, scale if key.is_static else scale.zero_(), zero_point)
     unsupported = None if code != "e4m3" or x.device.type != "cuda" else without_e4m3(x)
+    if key.scale.rounding != "up":
+        unsupported = f"scales are rounded up, the key is {key}"
     if not use_triton(x, backend, unsupported=unsupported):
         return _quantize_torch(rows, key, static_scale, power_of_two, out, scale, zero_point)
     from moe_core.ops._quantize_launch import launch_groups, launch_rows, launch_tensor

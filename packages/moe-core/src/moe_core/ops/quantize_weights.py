@@ -100,6 +100,8 @@ def _unsupported(key: QuantKey, w: Tensor) -> str | None:
         )
     if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or not key.symmetric:
         return f"weights are quantised to MXFP4, or e4m3 or int8, symmetric; the key is {key}"
+    if key.scale.rounding != "up":
+        return f"scales are rounded up, the key is {key}"
     in_groups = group.row == 1 and group.col > 0
     if key.scale.dtype is not torch.float32 and not (is_e8m0(key.scale.dtype) and group.col > 0):
         return f"scales are float32, or e8m0 for blocks and groups, the key is {key}"
