@@ -3,8 +3,8 @@
 Such a package loads a model's experts by :func:`load_layers`, and leaves all else to the library that the model belongs
 to.  Before anything big is read it asks what each layer is (:func:`read_layer`, :func:`unquantized_reason`), what would
 run it (:class:`ChosenLayer`) and takes (:func:`moe_core.layer_memory`); what the checkpoint has quantised beside its
-experts it may take in 16 bits (:func:`quantized_linears`).  Names change their meaning, or go, with a new
-:data:`moe_core.PROTOCOL_VERSION` only.
+experts it may take in 16 bits (:func:`quantized_linears`), and 16-bit experts in one layout, however they are stored
+(:func:`unquantized_tensor`).  Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from moe_core.checkpoint.experts import find_layer
 from moe_core.checkpoint.linear import QuantizedLinear, quantized_linears
 from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.model import PER_CALL, Given
+from moe_core.checkpoint.names import parse_name, predicts_ahead
 from moe_core.checkpoint.source import LayerSource, read_layer
+from moe_core.checkpoint.unquantized import unquantized_tensor
 from moe_core.layer_loading import ChosenLayer, load_layers
 
 __all__ = [
@@ -26,7 +28,10 @@ __all__ = [
     "find_layer",
     "load_layers",
     "names_experts",
+    "parse_name",
+    "predicts_ahead",
     "quantized_linears",
     "read_layer",
     "unquantized_reason",
+    "unquantized_tensor",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from moe_core.checkpoint import Checkpoint, find_layer
-from moe_core.checkpoint.names import ExpertNames, parse_name
+from moe_core.checkpoint.names import ExpertNames, parse_name, predicts_ahead
 from moe_core_checkpoints import expert_tensors, write
 
 BEGINS = (
@@ -88,6 +88,13 @@ def test_names_of_single_tools() -> None:
     # the short names alone say nothing
     for name in ("experts.gate_up.qweight", "experts.down", "experts.7.down.qweight", "gate_proj.weight"):
         assert parse_name(f"model.layers.3.mlp.{name}") is None
+
+
+def test_blocks_that_predict_further_tokens() -> None:
+    for name in ("mtp.layers.0.mlp.experts", "model.mtp_layers.0.experts.down_proj", "nextn.0.mlp", "draft_model.norm"):
+        assert predicts_ahead(name)
+    for name in ("model.layers.0.mlp.experts", "model.layers.0.prompt.weight", "layers.0.mlp.mtp"):
+        assert not predicts_ahead(name)
 
 
 def test_one_tensor_under_two_names() -> None:

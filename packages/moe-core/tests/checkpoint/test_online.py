@@ -29,7 +29,7 @@ from moe_core import (
 )
 from moe_core.checkpoint import Checkpoint, find_layer, read_layer
 from moe_core.checkpoint import online as module
-from moe_core.checkpoint.unquantized import UnquantizedLayout
+from moe_core.checkpoint.unquantized import UnquantizedLayout, unquantized_tensor
 from moe_core.layer import FusedMoELayer
 from moe_core.online import OnlineQuantization
 from moe_core.quant_key import kFp8StaticTensorSym, kInt4Static32Asym, kInt8DynamicTokenSym, kInt8StaticChannelSym
@@ -246,6 +246,28 @@ def test_gpt_oss(tmp_path: Path, transposed: bool, part: str | None) -> None:
     plain = replace(want, w13_bias=w13_bias.float(), w2_bias=w2_bias.float())
     chosen: dict[str, Any] = {name: tensor[[3, 1]] for name, tensor in plain.tensors()}
     equal(found, INT8.quantize(replace(plain, **chosen)))
+
+
+def test_one_canonical_tensor_of_16_bit_experts(tmp_path: Path) -> None:
+    want, biases = canonical(), {}
+    for expert in range(E):
+        for projection, rows in (("gate", N), ("up", N), ("down", K)):
+            biases[f"model.layers.0.mlp.experts.{expert}.{projection}_proj.bias"] = torch.randn(rows).bfloat16()
+    layer = find_layer(Checkpoint.open(folder(tmp_path / "a", expert_tensors() | biases)))
+    config = FusedMoEConfig(num_experts=E, top_k=1, hidden_size=K, intermediate_size=N)
+    assert torch.equal(unquantized_tensor(layer, "w13", config), want.w13)
+    assert torch.equal(unquantized_tensor(layer, "w2", config), want.w2)
+    gate, up, down = (
+        torch.stack([biases[f"model.layers.0.mlp.experts.{e}.{name}_proj.bias"] for e in range(E)]).float()
+        for name in ("gate", "up", "down")
+    )
+    assert torch.equal(unquantized_tensor(layer, "w13_bias", config), torch.cat((gate, up), dim=1))
+    assert torch.equal(unquantized_tensor(layer, "w2_bias", config), down)
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape"):
+        unquantized_tensor(layer, "w13", replace(config, intermediate_size=2 * N))
+    fp8 = {name: t.to(torch.float8_e4m3fn) for name, t in expert_tensors().items()}
+    with pytest.raises(CheckpointError, match="is not read as 16-bit experts"):
+        unquantized_tensor(find_layer(Checkpoint.open(folder(tmp_path / "b", fp8))), "w13", config)
 
 
 def test_a_quantiser_of_ones_own(tmp_path: Path) -> None:

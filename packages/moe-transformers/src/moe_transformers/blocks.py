@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_core import ConfigError, FusedMoEConfig
+from moe_core.model_api import predicts_ahead
 from torch import nn
 
 from moe_transformers.activation import computes
@@ -70,8 +71,8 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def blocks(model: nn.Module) -> Iterator[Block]:
-    """All of them that are in a layer with a number."""
+    """All of them that are in a layer of the model proper, which has a number."""
     for name, module in experts_modules(model):
         numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
-        if numbers:
+        if numbers and not predicts_ahead(name):
             yield Block(name, module, int(numbers[-1]))

@@ -210,6 +210,18 @@ def _float32(scale: Tensor) -> Tensor:
     return e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale.float()
 
 
+def as_module_holds(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The canonical ``tensor`` called ``name`` ("w13", "w2_bias") as the 16-bit parameters of ``module`` hold it.
+
+    The inverse of :meth:`Filled.weights`.
+    """
+    if name.startswith("w13") and not getattr(module, "is_concatenated", True):
+        tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+    if getattr(module, "is_transposed", False) and not name.endswith("_bias"):
+        tensor = tensor.mT
+    return tensor.contiguous()
+
+
 def _gate_rows_first(rows: Tensor) -> Tensor:
     """[E, 2N, ...] of gate and up in turns as gate rows, then up rows; a copy."""
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)

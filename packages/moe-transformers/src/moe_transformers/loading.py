@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_core import ConfigError, ParallelGroups, QuantKey, registry
+from moe_core import CheckpointError, ConfigError, ParallelGroups, QuantKey, registry
 from moe_core.model_api import names_experts
 from transformers import PreTrainedModel, modeling_utils
 
+from moe_transformers.missing import refuse_missing_experts
 from moe_transformers.options import Options
 from moe_transformers.quantizer import MoeCoreQuantizer
 from moe_transformers.ranks import groups_of
@@ -50,8 +51,9 @@ def loading(
     of experts are cut too where no groups are given.  All ranks make the same calls of the model.
 
     ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and where
-    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it.  Peak memory is
-    the model's and one layer more.
+    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it.
+    RefusedError follows the reading of weights where experts would be left at random values, because the checkpoint has
+    none for them.  Peak memory is the model's and one layer more.
 
     It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
     transformers is as before when the last thread has left it, whatever was raised.  Raises RegistryError for an
@@ -117,11 +119,19 @@ def _load_pretrained_model(
 ) -> Any:
     """``PreTrainedModel._load_pretrained_model``: reads the files into the model."""
     quantizer = load_config.hf_quantizer
-    if not isinstance(quantizer, MoeCoreQuantizer):
-        return original(model, state_dict, files, load_config, *rest, **named)
-    tensors = quantizer.tensors(model, load_config.device_map)
-    plain = dataclasses.replace(load_config, hf_quantizer=None)
-    return original(model, tensors, files, plain, *rest, **named)
+    if isinstance(quantizer, MoeCoreQuantizer):
+        state_dict = quantizer.tensors(model, load_config.device_map)
+        load_config = dataclasses.replace(load_config, hf_quantizer=None)
+    info, offloaded = original(model, state_dict, files, load_config, *rest, **named)
+    if isinstance(quantizer, MoeCoreQuantizer):
+        quantizer.plan.complete(model, load_config, info, offloaded)
+    # expected keys are given for an adapter, whose files have nothing of the model that is loaded already
+    if _OPTIONS.get() is not None and not (rest or named):
+        try:
+            refuse_missing_experts(model, info.missing_and_mismatched())
+        except CheckpointError as error:
+            raise RefusedError.of(error, _quantization_of(model.config)) from error
+    return info, offloaded
 
 
 class _Hooks:

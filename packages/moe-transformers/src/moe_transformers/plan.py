@@ -19,6 +19,7 @@ from moe_core import (
     layer_memory,
     registry,
 )
+from moe_core.format_api import LayerExperts
 from moe_core.model_api import (
     PER_CALL,
     ChosenLayer,
@@ -26,18 +27,22 @@ from moe_core.model_api import (
     LayerSource,
     find_layer,
     load_layers,
+    parse_name,
     read_layer,
     unquantized_reason,
 )
 from torch import nn
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.integrations.accelerate import get_device
 from transformers.utils import logging as transformers_logging
 
 from moe_transformers.blocks import Block, blocks
+from moe_transformers.dense import LazyTensor
 from moe_transformers.experts import MoeCoreExperts, share_workspaces
 from moe_transformers.options import Options
 from moe_transformers.ranks import leave_to_moe_core
 from moe_transformers.refusals import RefusedError
+from moe_transformers.sixteen_bit import check_biases, missing_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +86,7 @@ class Plan:
 
     - ``dtype`` of the hidden states
     - ``left_out``: names of the experts' tensors, which transformers must not look for a place for
+    - ``plain``: blocks whose experts are in 16 bits and stay transformers', with what the checkpoint has of them
     - ``devices``: where each layer is put, by name, once that is known
     """
 
@@ -89,6 +95,7 @@ class Plan:
     dtype: torch.dtype
     layers: list[Layer]
     left_out: set[str]
+    plain: list[tuple[Block, LayerExperts]] = field(default_factory=list)
     devices: dict[str, torch.device] = field(default_factory=dict)
 
     @staticmethod
@@ -97,7 +104,7 @@ class Plan:
         checkpoint = Checkpoint.open(folder)
         found = Plan(checkpoint, options, dtype, [], set())
         places = list(blocks(model))
-        with found._refusing():
+        with found.refusing():
             for block in places:
                 found._add(block)
             if not places:
@@ -111,7 +118,7 @@ class Plan:
         return found
 
     @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
         """Errors say what transformers would do instead."""
         try:
             yield
@@ -126,6 +133,8 @@ class Plan:
         experts = find_layer(checkpoint, block.index, stack)
         plain = unquantized_reason(experts) is not None
         if plain and options.quantize is None:
+            check_biases(block, experts)
+            self.plain.append((block, experts))
             return
         quantize = options.quantize if plain else None
         read = functools.partial(
@@ -165,7 +174,7 @@ class Plan:
     def _refuse_without_blocks(self, model: nn.Module) -> None:
         """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""
         checkpoint = self.checkpoint
-        for index in checkpoint.moe_layers[:1]:
+        for index in checkpoint.moe_layers:
             if unquantized_reason(find_layer(checkpoint, index)) is None or self.options.quantize is not None:
                 raise ConfigError(
                     f"{type(model).__name__} does not call its experts with the router's choice, as moe-core's are "
@@ -207,12 +216,38 @@ class Plan:
                 "GPU: experts are run where they are kept; leave more memory to the GPUs (max_memory), or take more"
             )
         names: dict[str, None] = {}
-        with self._refusing():
+        with self.refusing():
             for layer in self.layers:
                 layer.chosen = layer.choose(self.options, self.devices[layer.block.name])
                 names[f"{layer.source.scheme} by {layer.chosen.selection.backend}"] = None
         if names:
             logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(names))
+
+    def complete(self, model: Any, load_config: Any, info: Any, offloaded: Any) -> None:
+        """Lets transformers load the 16-bit experts for whose names or layout in the checkpoint it had no place.
+
+        ``info``: what its first load reported, brought up to date; ``offloaded``: its index of parameters on the disk.
+        Raises RefusedError for tensors that do not fit the modules.
+        """
+        found: dict[str, LazyTensor] = {}
+        layers: set[int] = set()
+        for block, layer in self.plain:
+            own = missing_parameters(block, layer, info.missing_and_mismatched())
+            if own:
+                found |= own
+                layers.add(layer.index)
+        if not found:
+            return
+        conversions = model._weight_conversions
+        # names are those of the model already: the model's conversions would be done to them again
+        plain = replace(load_config, weight_mapping=[])
+        with self.refusing():
+            again, _ = convert_and_load_state_dict_in_model(model, found, plain, offloaded)
+        model._weight_conversions = conversions
+        info.missing_keys &= again.missing_keys
+        info.mismatched_keys = {one for one in info.mismatched_keys if one[0] not in found} | again.mismatched_keys
+        parsed = {name: parse_name(name) for name in info.unexpected_keys}
+        info.unexpected_keys = {name for name, own in parsed.items() if own is None or own.layer not in layers}
 
     def load(self, model: nn.Module) -> None:
         """Reads the layers' experts, one after the other, and puts them into their places.

@@ -18,6 +18,7 @@ from typing import Any
 import moe_transformers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 PROMPT = "the quick"
@@ -126,6 +127,20 @@ def test_a_config_of_another_model_is_refused(moe: Any, bare: Path, tmp_path: Pa
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2 * config["vocab_size"]}))
     moe.refuses("generate", folder, "--prompt", "5", "--ids", *ON_CPU, match="not those that config.json gives")
+
+
+@pytest.mark.parametrize("experts", ["moe_core", "eager"])
+def test_experts_without_values_are_refused(moe: Any, plain: Path, tmp_path: Path, experts: str) -> None:
+    """transformers gives them random ones."""
+    folder = tmp_path / "short"
+    shutil.copytree(plain, folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ("--prompt", "5", "--ids", *ON_CPU, "--experts", experts)
+    moe.refuses(
+        "generate", folder, *options, match="layer 1 has no MoE" if experts == "moe_core" else "layers.1.mlp.exp"
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:

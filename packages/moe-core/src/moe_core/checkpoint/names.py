@@ -77,7 +77,7 @@ def parse_name(name: str) -> ExpertName | None:
     else:
         match = _PER_EXPERT.fullmatch(name) or _BY_PROJECTION.fullmatch(name) or _STACKED.fullmatch(name)
         projections = _BEFORE_NUMBERS
-    if match is None or _ASIDE.search(name):
+    if match is None or predicts_ahead(name):
         return None
     indices = _LAYER.findall(match["experts"])
     if not indices:
@@ -90,6 +90,14 @@ def parse_name(name: str) -> ExpertName | None:
         projection=projections[match["proj"]],
         suffix=match["suffix"] or "weight",
     )
+
+
+def predicts_ahead(name: str) -> bool:
+    """Whether a tensor or module ``name`` belongs to a block that predicts further tokens (MTP, EAGLE).
+
+    Such blocks count their layers from 0 again, so they are not layers of the model proper.
+    """
+    return _ASIDE.search(name) is not None
 
 
 Key = tuple[str, str]

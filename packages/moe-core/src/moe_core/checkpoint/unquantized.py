@@ -26,6 +26,7 @@ from moe_core.checkpoint.sliced_experts import Axes, SlicedExperts, StoredAxis
 from moe_core.checkpoint.stacks import Asking, load_together
 from moe_core.checkpoint.values import Values, checked
 from moe_core.config import FusedMoEConfig
+from moe_core.errors import CheckpointError
 from moe_core.weights import MoEWeights
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,17 +104,49 @@ class UnquantizedLayout(ExpertLayout):
         tensors: dict[str, Any] = {name: tensor for own in found for name, tensor in own.items()}
         return MoEWeights(weight_key=None, activation_key=None, **tensors)
 
+    def tensor(self, name: str, config: FusedMoEConfig) -> Tensor:
+        """One canonical tensor ("w13", "w2_bias") of all experts, on the CPU."""
+        self._check(config)
+        stack, _, suffix = name.partition("_")
+        projections = dict(ExpertMatrices.of(self.layer, config).stacks)[stack]
+        asking = self._tensor(self.layer, projections, suffix or "weight")
+        return load_together(self.layer, [asking], experts=range(self.layer.num_experts), device="cpu")[0]
+
     def _stack(self, layer: LayerExperts, name: str, projections: tuple[str, ...]) -> Asking[dict[str, Tensor]]:
         """The tensors of w13 or w2 (``name``)."""
+        tensors = {name: (yield from self._tensor(layer, projections, "weight"))}
+        if any(layer.has(projection, "bias") for projection in projections):
+            tensors[f"{name}_bias"] = yield from self._tensor(layer, projections, "bias")
+        return tensors
+
+    def _tensor(self, layer: LayerExperts, projections: tuple[str, ...], suffix: str) -> Asking[Tensor]:
+        """The weights, or the biases, of ``projections`` in canonical order."""
         transposed = is_transposed(self.layer)
         mixed = "gate_up" in projections and is_interleaved(layer)
         arrange = partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None
-        tensors = {name: (yield from checked(layer, projections, "weight", Values.FINITE, arrange=arrange))}
-        if any(layer.has(projection, "bias") for projection in projections):
-            tensors[f"{name}_bias"] = yield from checked(
-                layer, projections, "bias", Values.FINITE, arrange=partial(_bias, mixed=mixed)
-            )
-        return tensors
+        if suffix == "bias":
+            arrange = partial(_bias, mixed=mixed)
+        return (yield from checked(layer, projections, suffix, Values.FINITE, arrange=arrange))
+
+
+def unquantized_tensor(layer: LayerExperts, name: str, config: FusedMoEConfig) -> Tensor:
+    """Read one canonical tensor of all 16-bit experts of ``layer``.
+
+    Args:
+        layer: The experts' tensors in the checkpoint.
+        name: ``"w13"``, ``"w2"``, ``"w13_bias"`` or ``"w2_bias"``.
+        config: Sizes of the layer.
+
+    Returns:
+        The tensor as :class:`~moe_core.weights.MoEWeights` holds it, on the CPU.
+
+    Raises:
+        CheckpointError: The experts are not in 16 bits, or a tensor does not fit ``config``.
+    """
+    found = UnquantizedFormat().resolve({}, layer)
+    if isinstance(found, str):
+        raise CheckpointError(f"{layer.checkpoint.path}: {layer.prefix} is not read as 16-bit experts: {found}")
+    return found.tensor(name, config)
 
 
 def _weight(stored: Tensor, *, transposed: bool, mixed: bool) -> Tensor:

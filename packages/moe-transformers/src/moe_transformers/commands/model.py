@@ -23,6 +23,7 @@ from moe_transformers.commands.memory import peak_memory, reset_peak_memory
 from moe_transformers.experts import MoeCoreExperts
 from moe_transformers.interface import IMPLEMENTATION
 from moe_transformers.loading import loading
+from moe_transformers.missing import refuse_missing_experts
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ def load(args: argparse.Namespace) -> Loaded:
     reset_peak_memory()
     with context, of_transformers(args), _bars():
         start = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(
-            args.path, dtype=dtype_of(args.dtype), device_map=device_map, **options
+        model, info = AutoModelForCausalLM.from_pretrained(
+            args.path, dtype=dtype_of(args.dtype), device_map=device_map, output_loading_info=True, **options
         )
+        refuse_missing_experts(model, info["missing_keys"])
         loaded = Loaded(model.eval(), _experts(model), 0.0)
         loaded.synchronize()
     return Loaded(loaded.model, loaded.experts, seconds_since(start))

@@ -1,0 +1,43 @@
+"""Experts for which transformers found no values: it would leave them at random ones, with a report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from moe_core import CheckpointError
+from moe_core.model_api import parse_name
+
+#: what modules that hold experts are called ("experts", "shared_expert", "expert_0", "shared_mlp"), and their classes
+_NAMED = re.compile(r"(^|_)experts?($|_)|^shared_mlp$")
+_CLASS = re.compile(r"Experts?$")
+
+
+def refuse_missing_experts(model: Any, missing: Iterable[str]) -> None:
+    """Raise CheckpointError where a parameter below an experts module is among the names ``missing``.
+
+    Args:
+        model: A model of transformers.
+        missing: Names of parameters without values in the checkpoint, or with values of another shape there.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    names = sorted(name for name in missing if name not in tied and _is_of_experts(model, name))
+    if names:
+        count = f"{len(names)} parameters" if len(names) > 1 else "a parameter"
+        raise CheckpointError(
+            f"{names[0]} is not in the checkpoint with its shape, under a name that transformers or moe-core reads: "
+            f"{count} of {type(model).__name__}'s experts would have random values; give all files of the "
+            "checkpoint, and the config.json that belongs to them",
+            details="\n".join(names),
+        )
+
+
+def _is_of_experts(model: Any, name: str) -> bool:
+    if parse_name(name) is not None:
+        return True
+    parts = name.split(".")[:-1]
+    modules = (model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts) + 1))
+    return any(
+        _NAMED.search(part) or _CLASS.search(type(module).__name__) for part, module in zip(parts, modules, strict=True)
+    )
