@@ -36,6 +36,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 HOOKED = [
     (modeling_utils, "get_hf_quantizer"),
+    (modeling_utils, "_get_dtype"),
     (modeling_utils, "_get_resolved_checkpoint_files"),
     (PreTrainedModel, "_load_pretrained_model"),
 ]

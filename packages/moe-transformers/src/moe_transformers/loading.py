@@ -1,8 +1,9 @@
 """``with loading():`` models of transformers get the quantised experts of their checkpoints as layers of moe-core.
 
 transformers has no place for a package to take part in ``from_pretrained`` of any checkpoint: quantisers are known by
-``quant_method``, need the packages of the tools, and some leave experts out.  So three functions of it are replaced
-while some thread is within :func:`loading`: those that choose the quantiser, find the files, and read them.
+``quant_method``, need the packages of the tools, and some leave experts out.  So four functions of it are replaced
+while some thread is within :func:`loading`: those that choose the quantizer and the dtype, find the files, and read
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel, modeling_utils
 
 from moe_transformers.missing import refuse_missing_experts
 from moe_transformers.options import Options
-from moe_transformers.quantizer import MoeCoreQuantizer
+from moe_transformers.quantizer import MoeCoreQuantizer, check_dtype
 from moe_transformers.ranks import groups_of
 from moe_transformers.refusals import RefusedError
 from moe_transformers.settings import fetch_settings
@@ -51,9 +52,9 @@ def loading(
     of experts are cut too where no groups are given.  All ranks make the same calls of the model.
 
     ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and where
-    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it.
-    RefusedError follows the reading of weights where experts would be left at random values, because the checkpoint has
-    none for them.  Peak memory is the model's and one layer more.
+    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it, among them a
+    ``dtype`` that is not bfloat16, float16 or float32.  RefusedError follows the reading of weights where experts would
+    be left at random values, because the checkpoint has none for them.  Peak memory is the model's and one layer more.
 
     It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
     transformers is as before when the last thread has left it, whatever was raised.  Raises RegistryError for an
@@ -106,6 +107,13 @@ def _check_method(entries: Mapping[str, Any]) -> None:
         raise RefusedError.of(error, entries)
 
 
+def _get_dtype(original: Callable[..., Any], dtype: Any, *rest: Any, **named: Any) -> Any:
+    """transformers' function of that name: (config, dtype)."""
+    if any(isinstance(one, MoeCoreQuantizer) for one in (*rest, *named.values())):
+        check_dtype(dtype)
+    return original(dtype, *rest, **named)
+
+
 def _get_resolved_checkpoint_files(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """transformers' function of that name: (files, metadata)."""
     files, metadata = original(*arguments, **named)
@@ -147,6 +155,7 @@ class _Hooks:
             if self._users == 0:
                 self._replace(modeling_utils, "get_hf_quantizer", _get_hf_quantizer)
                 self._replace(modeling_utils, "_get_resolved_checkpoint_files", _get_resolved_checkpoint_files)
+                self._replace(modeling_utils, "_get_dtype", _get_dtype)
                 self._replace(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
             self._users += 1
 

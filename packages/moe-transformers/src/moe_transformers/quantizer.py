@@ -17,8 +17,25 @@ from moe_transformers.dense import LazyTensor, dense_tensors
 from moe_transformers.options import Options
 from moe_transformers.plan import Plan, accelerator, device_of
 
-#: dtypes of hidden states; others are storage, which a checkpoint's first tensor may have
+#: dtypes of hidden states
 _COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise ConfigError for a ``dtype`` of ``from_pretrained`` that hidden states cannot have.
+
+    Args:
+        dtype: As transformers takes it: a dtype or its name, or either for each part of the model. None and "auto"
+            leave it to the checkpoint.
+    """
+    if dtype is None or dtype == "auto":
+        return
+    for one in dtype.values() if isinstance(dtype, Mapping) else (dtype,):
+        if (getattr(torch, one, one) if isinstance(one, str) else one) not in _COMPUTED:
+            raise ConfigError(
+                f"dtype is {dtype!r}, expected bfloat16, float16 or float32: moe-core computes in no other; load the "
+                'model in one of them, or outside of moe_transformers.loading() with experts_implementation="eager"'
+            )
 
 
 class CheckpointQuantization(QuantizationConfigMixin):
@@ -57,7 +74,11 @@ class MoeCoreQuantizer(HfQuantizer):
         return self._plan
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if dtype in _COMPUTED else torch.bfloat16
+        # what "auto" finds may be storage: the dtype of a checkpoint's first tensor
+        if dtype.itemsize == 1 or not dtype.is_floating_point:
+            return torch.bfloat16
+        check_dtype(dtype)
+        return dtype
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
         # the model's own: tensors come as of a checkpoint in 16 bits
