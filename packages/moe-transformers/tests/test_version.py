@@ -14,10 +14,10 @@ from moe_core import MoEError
 from moe_transformers.version import TRANSFORMERS, check_version
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "4.57.1", "5.24.0", "5.24.0.dev0", "6.0"])
+@pytest.mark.parametrize("version", ["5.16.2", "4.57.1", "5.25.0", "5.25.0.dev0", "6.0"])
 def test_others_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    expected = rf"transformers is {version}; .* tested with 5\.17 or newer, below 5\.24: pip install"
+    expected = rf"transformers is {version}; .* tested with 5\.17 or newer, below 5\.25: pip install"
     with pytest.raises(moe_transformers.TransformersVersionError, match=expected) as caught:
         check_version()
     assert isinstance(caught.value, MoEError)
@@ -34,7 +34,7 @@ def test_the_import_says_so_before_it_needs_what_they_lack(monkeypatch: pytest.M
         importlib.import_module("moe_transformers")
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.1"])
 def test_tested_ones_are_not(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     check_version()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0, "mlp_layer_types": ["sparse"] * 2},
     "granitemoehybrid": {"mamba_n_heads": 4},
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}},
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {"zero_expert_num": 0},
@@ -136,7 +138,11 @@ def randomised(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def smallest_class(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    module = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    if importlib.util.find_spec(name) is None:
+        # a configuration of another family's model
+        return transformers.MODEL_MAPPING[config]
+    module = importlib.import_module(name)
     classes = [
         value
         for value in vars(module).values()

@@ -6,7 +6,7 @@ from moe_core import MoEError
 from moe_core.engine_api import VersionRange
 
 #: the range of pyproject.toml
-TRANSFORMERS = VersionRange("moe-transformers", "transformers", "5.17", "5.24")
+TRANSFORMERS = VersionRange("moe-transformers", "transformers", "5.17", "5.25")
 
 
 class TransformersVersionError(MoEError, ImportError):
