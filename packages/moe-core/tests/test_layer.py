@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from moe_core import (
     ConfigError,
+    ExpertsLeftOutWarning,
     FusedMoEConfig,
     FusedMoEKernel,
     FusedMoELayer,
@@ -25,6 +28,7 @@ from moe_core import (
 )
 from moe_core_toys import toy_oracle, toy_weights
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 CONFIG = FusedMoEConfig(
     num_experts=6,
@@ -63,19 +67,110 @@ def run(model: nn.Module) -> Tensor:
     return found
 
 
-def test_a_state_dict_does_not_lose_experts_silently() -> None:
-    model = Model(make_layer())
-    with pytest.raises(
-        ConfigError, match=r"hold the experts of experts: .* backend plain, .*experts_left_out\(model\)"
-    ):
-        model.state_dict()
-    with pytest.raises(ConfigError, match="hold the experts of this layer"):
-        model.experts.state_dict()
+def test_a_state_dict_leaves_experts_out_with_one_warning() -> None:
+    model = nn.Sequential(Model(make_layer()), Model(make_layer(seed=1)))
+    for _ in range(2):
+        with pytest.warns(ExpertsLeftOutWarning) as told:
+            written = model.state_dict()
+        assert len(told) == 1
+        assert sorted(written) == [f"{i}.norm.{name}" for i in (0, 1) for name in ("bias", "weight")]
     with experts_left_out(model):
-        written = model.state_dict()
-    assert sorted(written) == ["norm.bias", "norm.weight"]
-    with pytest.raises(ConfigError, match="state_dict"):
-        model.state_dict()
+        assert list(model.state_dict()) == list(written)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "word"),
+    [
+        ("transformers.modeling_utils", "save_pretrained", "checkpoint"),
+        ("transformers.trainer", "_save", "checkpoint"),
+        ("safetensors.torch", "save_model", "checkpoint"),
+        ("accelerate.big_modeling", "cpu_offload", "offload"),
+        ("accelerate.big_modeling", "disk_offload", "offload"),
+    ],
+)
+def test_what_needs_a_whole_model_is_refused(module: str, function: str, word: str) -> None:
+    space: dict[str, Any] = {"__name__": module}
+    exec(f"def {function}(model): return model.state_dict()", space)
+    model = Model(make_layer())
+    with pytest.raises(ConfigError, match=word):
+        space[function](model)
+    with experts_left_out(model):
+        assert space[function](model)
+
+
+def test_safetensors_does_not_write_a_model_without_its_experts(tmp_path: Path) -> None:
+    from safetensors.torch import save_model
+
+    with pytest.raises(ConfigError, match="save_model"):
+        save_model(Model(make_layer()), str(tmp_path / "model.safetensors"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half(),
+        lambda model: model.bfloat16(),
+        lambda model: model.double(),
+        lambda model: model.to(torch.float16),
+        lambda model: model.to("meta"),
+        lambda model: model.to_empty(device="meta"),
+    ],
+)
+def test_a_model_is_converted_whole_or_not_at_all(change: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ModuleDict({"block": Model(make_layer())}))
+    before = [(parameter.dtype, parameter.device) for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match="load"):
+        change(model)
+    assert [(parameter.dtype, parameter.device) for parameter in model.parameters()] == before
+    # what changes nothing of the layer is done, also after a refusal
+    model.to("cpu").float()
+    for one in (nn.Linear(2, 2).half(), nn.Sequential(nn.Linear(2, 2)).half()):
+        assert next(one.parameters()).dtype is torch.float16
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_reloading_leaves_the_routers_owner_alone(frozen: bool) -> None:
+    with torch.inference_mode(frozen):
+        mine = [torch.randn(6, 16), torch.randn(6), torch.randn(6)]
+    layer = FusedMoELayer.from_weights(
+        toy_oracle(),
+        CONFIG,
+        toy_weights(CONFIG),
+        router_weight=mine[0],
+        router_bias=mine[1],
+        correction_bias=mine[2],
+        copy=True,
+    )
+    before = [tensor.clone() for tensor in mine]
+    for own in (layer.router_weight, layer.router_bias, layer.correction_bias):
+        assert own is not None
+        own.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
+
+
+def test_fake_tensors_have_the_shape_of_the_result() -> None:
+    layer = make_layer()
+    for x in (torch.empty(5, 16), torch.empty(2, 3, 16)):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            assert layer(mode.from_tensor(x)).shape == x.shape
+            assert layer(x).shape == x.shape
+            with pytest.raises(TensorError, match="hidden_states"):
+                layer(mode.from_tensor(x)[..., 1:])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(TensorError, match="hidden_states"):
+        layer.start(mode.from_tensor(X))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_hidden_states_and_back(dtype: torch.dtype) -> None:
+    layer = make_layer()
+    with pytest.raises(TensorError, match="hidden_states"):
+        layer(X.to(dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        found = layer(X.to(dtype))
+        assert torch.equal(layer(X), layer(X))
+    assert found.dtype is dtype
+    assert torch.equal(found, layer(X.to(dtype).float()).to(dtype))
 
 
 def test_a_router_that_is_a_parameter_is_part_of_the_state_dict() -> None:
@@ -88,16 +183,12 @@ def test_a_router_that_is_a_parameter_is_part_of_the_state_dict() -> None:
     assert torch.equal(run(other), run(model))
 
 
-def test_a_state_dict_leaves_the_experts_as_they_are_or_is_refused() -> None:
+def test_a_state_dict_without_experts_leaves_them_as_they_are() -> None:
     model, other = Model(make_layer()), Model(make_layer())
     with experts_left_out(model):
         written = model.state_dict()
     other.load_state_dict(written)
     assert torch.equal(run(other), run(model))
-    stored = written | {f"experts.{i}.up_proj.weight": torch.zeros(12, 16) for i in range(6)}
-    for strict in (True, False):
-        with pytest.raises(ConfigError, match=r"take experts.0.up_proj.weight and 5 more.* layer.reload\(\"DIR\"\)"):
-            other.load_state_dict(stored, strict=strict)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -1,4 +1,4 @@
-"""``torch.autocast`` has no effect here: a layer's dtypes are part of its number format.
+"""``torch.autocast`` has no effect on products here: a layer's dtypes are part of its number format.
 
 Inside a region where it is on, plain torch products would run in another dtype, and scales could leave its range.
 """
@@ -11,12 +11,20 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _KINDS = ("cpu", "cuda", "xpu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = contextlib.nullcontext()
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether ``x`` is of a dtype that a region of autocast gives and takes, within one for its device."""
+    kind = x.device.type
+    return kind != "meta" and x.dtype in _DTYPES and torch.is_autocast_enabled(kind)
 
 
 def autocast_off(kind: str) -> contextlib.AbstractContextManager[object]:

@@ -96,6 +96,10 @@ class PluginWarning(UserWarning):
     """A plug-in, or a part of one, was left out because it does not work; everything else does."""
 
 
+class ExpertsLeftOutWarning(UserWarning):
+    """A state dict does not hold the experts that moe_core runs."""
+
+
 class FallbackWarning(UserWarning):
     """No GPU kernel fits a layer on a GPU, which a loop of torch operations driven by the host runs instead."""
 

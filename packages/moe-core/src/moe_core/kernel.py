@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_core._autocast import autocast_off
+from moe_core._fake import is_fake
 from moe_core.call_arguments import (
     check_adapters,
     check_counts,
@@ -248,9 +249,11 @@ class FusedMoEKernel:
         ``tokens_per_rank`` that are not what ranks bring.
         """
         parts = self._modular_parts()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_fake(hidden_states):
             _refuse_export()
             self._refuse_gradients(hidden_states, topk_weights, output)
+            if not torch.compiler.is_compiling():
+                self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, None)
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe(
                 output, hidden_states, topk_weights, topk_ids, expert_map, self._handle, adapter_ids, tokens_per_rank
@@ -277,6 +280,8 @@ class FusedMoEKernel:
         shared experts, the next micro-batch's ``start``.  Not under ``torch.compile``.
         """
         _, movement = self._modular_parts()
+        if is_fake(hidden_states):
+            raise TensorError("hidden_states has no values (FakeTensorMode): calls in steps need some, call apply")
         if tokens_per_rank is not None:
             check_counts(tokens_per_rank)
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
@@ -384,8 +389,11 @@ class FusedMoEKernel:
                 correction_bias=correction_bias,
                 output=output,
             )
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_fake(hidden_states):
             _refuse_export()
+            if not torch.compiler.is_compiling():
+                self._checked(hidden_states, None)
+                check_logits(hidden_states, router_logits, correction_bias, expert_map, self.config)
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe_monolithic(
                 output, hidden_states, router_logits, correction_bias, expert_map, self._handle

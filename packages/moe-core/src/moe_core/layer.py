@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,20 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_core._autocast import autocast_off, without_autocast
+from moe_core._autocast import autocast_off, is_autocast, without_autocast
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.column_cut import refine
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.errors import ConfigError, MoEError, TensorError, check_dtype, check_shape, check_tensor
 from moe_core.jit.compile_ahead import Progress
 from moe_core.kernel import FusedMoEKernel
 from moe_core.kernel_call import KernelCall
 from moe_core.lora import LoRAWeights
 from moe_core.oracle import Oracle
+from moe_core.recipe import completed, recipe_of
 from moe_core.registry import registry
 from moe_core.routing import LOGIT_DTYPES, RoutingConfig
 from moe_core.selection import Selection
-from moe_core.weights import KernelWeights, MoEWeights
+from moe_core.state_dicts import ExpertsForm, experts_of, leave_out
+from moe_core.weights import KernelWeights, MoEWeights, check_writable
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint, Given, LayerSource
@@ -42,13 +46,16 @@ class FusedMoELayer(nn.Module):
     :func:`load_layer` does so from a checkpoint.  The weights live in the backend's layout and are no parameters.
 
     ``copy.deepcopy``, ``pickle`` and ``torch.save`` of the layer, or of a model that holds it, keep everything.
-    ``state_dict()``, and with it ``save_pretrained``, raises ConfigError: no checkpoint has a backend's layout, and
-    experts must not be lost silently.  :func:`experts_left_out` leaves them out on purpose, e.g. to write what a model
-    has beside them; the checkpoint that they came from is the form to keep.  ``load_state_dict()`` of a model leaves
-    the experts as they are, and raises ConfigError for a state dict that holds some: :meth:`reload` takes those.
+    ``state_dict()`` leaves the experts out, with an ExpertsLeftOutWarning: no checkpoint has a backend's layout.  What
+    writes or offloads a whole model (``save_pretrained``, ``Trainer.save_model``, ``cpu_offload``) raises ConfigError;
+    :func:`experts_left_out` writes what a model has beside its experts.  ``load_state_dict()`` reloads experts that a
+    state dict holds, and raises ConfigError, also with ``strict=False``, where they don't fit; without any they stay.
+
+    ``.to()``, ``.half()`` and the like of a model that holds the layer raise ConfigError, before anything is changed,
+    where the layer would need another device or dtype.
     """
 
-    #: whether ``state_dict()`` leaves the experts out instead of refusing: see :func:`experts_left_out`
+    #: whether ``state_dict()`` leaves the experts out without a warning: see :func:`experts_left_out`
     state_dict_without_experts = False
 
     def __init__(
@@ -68,7 +75,8 @@ class FusedMoELayer(nn.Module):
         """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
 
         All of them, and the ``expert_map`` [E] int32, are where the kernel's weights are.
-        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them;
+        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them; the layer
+        copies the router's, which it overwrites too;
         ``online``: how 16-bit weights were quantised, and will be when they are reloaded; ``origin``: which layer of a
         checkpoint they were.
         """
@@ -76,9 +84,10 @@ class FusedMoELayer(nn.Module):
         self.kernel = kernel
         self.selection = selection
         self.routing = routing or kernel.config.routing
-        self.router_weight = router_weight
-        self.router_bias = router_bias
-        self.correction_bias = correction_bias
+        copied = _own if owns_weights else _same
+        self.router_weight = copied(router_weight)
+        self.router_bias = copied(router_bias)
+        self.correction_bias = copied(correction_bias)
         self.expert_map = expert_map
         self.owns_weights = owns_weights
         self.online = online
@@ -232,13 +241,17 @@ class FusedMoELayer(nn.Module):
         ``tokens_per_rank``, where tokens cross ranks: how many each brings (:meth:`moe_core.FusedMoEKernel.apply`).
         Where ranks share the rows of the output out it has this rank's, [M', K].
 
-        For inference only: there are no gradients, and ``torch.autocast`` has no effect.  Raises TensorError for
+        For inference only: there are no gradients.  Within ``torch.autocast``, hidden states in another dtype than the
+        layer's are cast to it and the result is cast back; it has no other effect.  Raises TensorError for
         arguments of the wrong shape, dtype or device, and for those that require grad outside ``torch.no_grad()``.
         """
         if not torch.compiler.is_compiling():  # there the operator says so, where a graph must be whole too
             check_width(hidden_states, self.config, "...")
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=hidden_states, router_logits=router_logits, topk_weights=topk_weights)
+        given = hidden_states.dtype
+        if given is not self.config.dtype and is_autocast(hidden_states):
+            hidden_states = hidden_states.to(self.config.dtype)
         x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen = self._routed(x, router_logits, topk_weights, topk_ids)
         if isinstance(chosen, Tensor):
@@ -256,6 +269,7 @@ class FusedMoELayer(nn.Module):
                 adapter_ids=adapter_ids,
                 tokens_per_rank=tokens_per_rank,
             )
+        out = out.to(given)
         return out if x is hidden_states or self.kernel.shares_out else out.view(hidden_states.shape)
 
     def start(
@@ -336,7 +350,7 @@ class FusedMoELayer(nn.Module):
 
         ``weights``: canonical ones, or a checkpoint (folder) with the same layer, whose router is taken too where this
         layer has one; ``layer``: its index there, default the one that this layer was loaded from.
-        A layer that was quantised at load takes 16-bit weights as well, and quantises them the same way.
+        16-bit weights are quantized as the layer's are: as at load, or by the keys of the checkpoint that it came from.
         Raises TensorError, with the old weights untouched, if the new ones don't fit; CheckpointError for a checkpoint
         that can't be read; ConfigError for one of another layer, or if this layer shares its tensors with whoever made
         it, since they would be overwritten.
@@ -348,42 +362,71 @@ class FusedMoELayer(nn.Module):
             )
         router: dict[str, Tensor] = {}
         if not isinstance(weights, MoEWeights):
-            source = self._read(weights, layer)
+            source, quantized = self._read(weights, layer)
             router = self._router_of(source)
             weights = source.weights(device=self.weights.device)
+            if quantized:
+                weights = completed(weights, self.selection, self.config, self.weights.quant_config)
         elif layer is not None:
             raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
-        if self.online is not None and weights.weight_key is None:
-            weights.validate(self.config)
-            weights = self.online.quantize(weights.to(self.weights.device))
-            if self.selection.weight_key != weights.weight_key:  # finer groups, for equal shares of columns
-                weights = refine(self.config, weights, self.selection.weight_key)
-                weights = replace(weights, activation_key=self.selection.activation_key)
+        if weights.weight_key is None:
+            weights = self._quantized(weights)
         if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
             raise TensorError(
-                f"the layer was built for {self.selection.weight_key} with {self.selection.activation_key}, "
-                f"the new weights are {weights.weight_key} with {weights.activation_key}"
+                f"the layer was built for {_keys(self.selection.weight_key, self.selection.activation_key)}, "
+                f"the new weights are {_keys(weights.weight_key, weights.activation_key)}"
             )
         weights.validate(self.config)
         # the layer's tensors are its own, and have the layout of such
         ready = replace(weights.to(self.weights.device).detached().row_major(), shared=False)
-        self.kernel.weights.copy_(self.kernel.experts.convert(ready))
+        converted = self.kernel.experts.convert(ready)
+        # whatever can fail comes before the first write, which is that of copy_
+        for name in router:
+            check_writable(name, getattr(self, name))
+        self.kernel.weights.copy_(converted)
         for name, tensor in router.items():
             getattr(self, name).copy_(tensor)
 
-    def _read(self, checkpoint: Checkpoint | str | os.PathLike[str], layer: int | None) -> LayerSource:
-        """The layer of a checkpoint that shall take the place of this one's, without its weights."""
+    def _quantized(self, weights: MoEWeights) -> MoEWeights:
+        """16-bit ``weights`` with the layer's keys; as they are where the layer's are in 16 bits too."""
+        if self.selection.weight_key is None:
+            return weights
+        # scales of static activations may come along; else the layer's stay
+        weights = replace(
+            weights, activation_key=None if weights.w13_input_scale is None else self.selection.activation_key
+        )
+        weights.validate(self.config)
+        here = weights.to(self.weights.device)
+        if self.online is None:
+            found = recipe_of(self.selection).quantize(here)
+            return completed(found, self.selection, self.config, self.weights.quant_config)
+        found = self.online.quantize(here)
+        if self.selection.weight_key != found.weight_key:  # finer groups, for equal shares of columns
+            found = refine(self.config, found, self.selection.weight_key)
+            found = replace(found, activation_key=self.selection.activation_key)
+        return found
+
+    def _read(self, checkpoint: Checkpoint | str | os.PathLike[str], layer: int | None) -> tuple[LayerSource, bool]:
+        """The layer of a checkpoint that replaces this one, without its weights.
+
+        Also whether it is in 16 bits, which :func:`moe_core.recipe.recipe_of` quantizes.
+        """
         from moe_core.checkpoint import read_layer
+        from moe_core.checkpoint.experts import find_layer
+        from moe_core.checkpoint.matrices import unquantized_reason
 
         there = opened(checkpoint)
         origin = self.origin or LayerOrigin(None)
+        index = origin.index if layer is None else layer
+        plain = self.online is None and unquantized_reason(find_layer(there, index, origin.stack)) is not None
+        recipe = recipe_of(self.selection) if plain and self.selection.weight_key is not None else None
         source = read_layer(
             there,
-            origin.index if layer is None else layer,
+            index,
             dtype=self.config.dtype,
             experts=self._held(),
-            quantize=self.online,
-            activation_key=origin.activation_key,
+            quantize=recipe or self.online,
+            activation_key=origin.activation_key if recipe is None else recipe.activation_key,
             stack=origin.stack,
             given=origin.given,
             parallel=self.config.parallel,
@@ -392,14 +435,18 @@ class FusedMoELayer(nn.Module):
         for cut in source.cuts:
             begin, end = cut.ranges[rank]
             keys = (cut.weight_key, cut.activation_key)
-            if end - begin == size and keys == (self.selection.weight_key, self.selection.activation_key):
+            wanted = (self.selection.weight_key, self.selection.activation_key)
+            if recipe is not None:
+                wanted = (recipe.weight_key, recipe.activation_key)
+            if end - begin == size and keys == wanted:
                 source = source.with_cut(cut)
                 break
         for name in _SAME_LAYER:
             old, new = getattr(self.config, name), getattr(source.config, name)
-            if old != new:
+            # where each call is given its experts, a model may choose more or fewer than config.json says
+            if old != new and not (name == "top_k" and self.routing is None):
                 raise ConfigError(f"{source.prefix} of {there.path} has {name}={new}, the layer has {old}")
-        return source
+        return source, recipe is not None
 
     def _held(self) -> list[int] | None:
         """Global ids of the experts that are here, in their order; None for all."""
@@ -425,25 +472,44 @@ class FusedMoELayer(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self.state_dict_without_experts:
-            raise ConfigError(
-                f"state_dict() cannot hold the experts of {prefix.rstrip('.') or 'this layer'}: they are in the layout "
-                f"of the backend {self.selection.backend}, which no checkpoint has. Keep the checkpoint that they came "
-                "from; write the rest of the model within moe_core.experts_left_out(model), or all of it by torch.save"
-            )
+            leave_out(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
-        own = {prefix + name for name, _ in self.named_parameters()} | {
-            prefix + name for name, _ in self.named_buffers()
-        }
-        given = [name for name in state_dict if name.startswith(prefix) and name not in own]
-        if given:
+        own = {name for name, _ in self.named_parameters()} | {name for name, _ in self.named_buffers()}
+        given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        given = {name: tensor for name, tensor in given.items() if name not in own}
+        self.load_experts(given, prefix)
+        left = {name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in given}
+        super()._load_from_state_dict(left, prefix, *arguments)
+
+    def load_experts(self, tensors: Mapping[str, Any], prefix: str, form: ExpertsForm | None = None) -> None:
+        """Replace the experts by entries of a state dict; without any they stay.
+
+        Args:
+            tensors: entries below ``prefix``, by the remainders of their names
+                (:func:`moe_core.state_dicts.experts_of`).
+            prefix: of their names in the state dict, for errors.
+            form: how stacked tensors are laid out.
+
+        Raises:
+            ConfigError: with the old experts untouched, where the tensors are not all of the layer's experts, or do not
+                fit.
+        """
+        if not tensors:
+            return
+        try:
+            for name, tensor in tensors.items():
+                check_tensor(name, tensor)
+            keys = self.selection.weight_key, self.selection.activation_key
+            self.reload(experts_of(tensors, self.config, keys, form))
+        except MoEError as error:
+            more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
             raise ConfigError(
-                f"load_state_dict() cannot take {given[0]}{f' and {len(given) - 1} more' * (len(given) > 1)}: "
-                f"the experts of {prefix.rstrip('.') or 'this layer'} are in the layout of the backend "
-                f'{self.selection.backend}; replace them with layer.reload("DIR")'
-            )
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+                f"load_state_dict() cannot take {prefix}{next(iter(tensors))}{more}, experts that the backend "
+                f"{self.selection.backend} runs: {error.message}",
+                details=error.details,
+            ) from error
 
     def extra_repr(self) -> str:
         config = self.config
@@ -452,15 +518,64 @@ class FusedMoELayer(nn.Module):
             f"backend={self.selection.backend}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # .to()/.cuda()/.half() on a model come here; the layout belongs to one device, and its dtypes to the format
-        probe = fn(self.weights.w13[:0])
-        if probe.device != self.weights.device:
+    def _check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """ConfigError where ``fn``, which a module's ``_apply`` is about to use, would move or convert the layer."""
+        dtype, device = self.config.dtype, self.weights.device
+        with torch.no_grad():
+            probe = fn(torch.empty(0, dtype=dtype, device=device))
+        if probe.device != device:
             raise ConfigError(
-                f"the layer's weights are laid out for {self.weights.device} (backend {self.selection.backend}) "
-                f"and can't be moved to {probe.device}: load the layer on that device"
+                f"the layer's weights are laid out for {device} (backend {self.selection.backend}) and can't be moved "
+                f"to {probe.device}: load the layer on that device; nothing was moved"
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if probe.dtype is not dtype:
+            raise ConfigError(
+                f"the layer takes hidden states in {dtype} (backend {self.selection.backend}) and can't be converted "
+                f"to {probe.dtype}: load it with dtype={probe.dtype}; nothing was converted"
+            )
+
+
+def _check_first(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``Module._apply``, which asks all layers of moe_core below a module before it changes the first tensor.
+
+    It converts children one after the other: a layer alone could refuse only when others are converted already.
+    """
+
+    within = threading.local()
+
+    @functools.wraps(apply)
+    def checked(self: nn.Module, fn: Callable[[Tensor], Tensor], *arguments: Any, **named: Any) -> Any:
+        if getattr(within, "checked", False):
+            return apply(self, fn, *arguments, **named)
+        for module in self.modules():
+            if isinstance(module, FusedMoELayer):
+                module._check_conversion(fn)
+        within.checked = True
+        try:
+            return apply(self, fn, *arguments, **named)
+        finally:
+            within.checked = False
+
+    return checked
+
+
+nn.Module._apply = _check_first(nn.Module._apply)  # type: ignore[method-assign]
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    """A copy that nobody else holds; of a parameter, a parameter."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _same(tensor: Tensor | None) -> Tensor | None:
+    return tensor
+
+
+def _keys(weight_key: QuantKey | None, activation_key: QuantKey | None) -> str:
+    return f"{weight_key or '16-bit weights'} with {activation_key or '16-bit activations'}"
 
 
 @dataclass(frozen=True)
@@ -495,7 +610,7 @@ _SAME_LAYER = (
 
 @contextlib.contextmanager
 def experts_left_out(model: nn.Module) -> Iterator[None]:
-    """Within it, ``model.state_dict()`` (and ``save_pretrained``) leaves the experts of every FusedMoELayer out.
+    """Within it, ``model.state_dict()`` (and ``save_pretrained``) leaves all experts out without a word.
 
     Whoever reads what is written then needs the experts from elsewhere: the checkpoint that they came from.
     """

@@ -18,10 +18,12 @@ from moe_core.checkpoint.names import parse_name, predicts_ahead
 from moe_core.checkpoint.source import LayerSource, read_layer
 from moe_core.checkpoint.unquantized import unquantized_tensor
 from moe_core.layer_loading import ChosenLayer, load_layers
+from moe_core.state_dicts import ExpertsForm
 
 __all__ = [
     "PER_CALL",
     "ChosenLayer",
+    "ExpertsForm",
     "Given",
     "LayerSource",
     "QuantizedLinear",
