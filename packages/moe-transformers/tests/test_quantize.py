@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import moe_core as mc
@@ -154,10 +155,37 @@ class TestRefused:
             model.set_experts_implementation("moe_core")
             model(tokens)
 
-    def test_saving(self, model: PreTrainedModel) -> None:
+    def test_saving(self, model: PreTrainedModel, tmp_path: Path) -> None:
         quantize_experts(model, "fp8_per_channel")
-        with pytest.raises(mc.ConfigError, match=r"cannot hold the experts of model\.layers\.0\.mlp\.experts\.layer"):
-            model.state_dict()
+        for one in (model, model.model):
+            with pytest.raises(mc.ConfigError, match="is not written"):
+                one.save_pretrained(tmp_path)
+        assert not list(tmp_path.iterdir())
+        with pytest.warns(mc.ExpertsLeftOutWarning):
+            assert not [name for name in model.state_dict() if "experts" in name]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_state_dict_of_the_16_bit_model_replaces_experts(model_type: str) -> None:
+    """Names and layout are transformers', whichever the family has."""
+    model, other = tiny_model(model_type), tiny_model(model_type)
+    with torch.no_grad():
+        for _, module in experts_modules(other):
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+    new = other.state_dict()
+    for one in (model, other):
+        quantize_experts(one, "int8_per_channel_w8a16")
+    model.load_state_dict(new, strict=False)
+    for mine, theirs in zip(replaced(model), replaced(other), strict=True):
+        assert mine.layer is not None
+        assert theirs.layer is not None
+        for (_, found), (_, expected) in zip(mine.layer.weights.tensors(), theirs.layer.weights.tensors(), strict=True):
+            assert torch.equal(found, expected)
+    name = next(name for name in new if "experts." in name)
+    for wrong in ({name: new[name]}, {name: new[name].to("meta")}, {f"{name}.lora_A.default.weight": new[name]}):
+        with pytest.raises(mc.ConfigError, match="experts"):
+            model.load_state_dict(wrong, strict=False)
 
 
 def test_top_k_may_be_given() -> None:

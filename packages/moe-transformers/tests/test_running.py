@@ -89,11 +89,14 @@ def test_gradients_are_refused(model: PreTrainedModel) -> None:
 
 
 def test_saving_is_refused(model: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(mc.ConfigError, match=f"is not written: .* Keep the checkpoint that it came from, {folder}"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not list((tmp_path).glob("saved/*.safetensors"))
-    with pytest.raises(mc.ConfigError, match=r"cannot hold the experts of model\.layers\.0\.mlp\.experts\.layer"):
+    # the model inside, and one that was unpickled, are refused too
+    for one in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(mc.ConfigError, match=f"is not written: .* Keep the checkpoint that it came from, {folder}"):
+            one.save_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(mc.ExpertsLeftOutWarning) as told:
         model.state_dict()
+    assert len(told) == 1
     with mc.experts_left_out(model):
         assert not [name for name in model.state_dict() if "experts" in name]
 
@@ -109,10 +112,26 @@ def test_copies_compute_the_same(model: PreTrainedModel) -> None:
     assert twin.hf_quantizer._plan is None, "files stay open"
 
 
-def test_moving_is_refused(model: PreTrainedModel) -> None:
-    twin = copy.deepcopy(model)  # of which torch has moved what comes before the experts
-    with pytest.raises(mc.ConfigError, match="load the layer on that device"):
-        twin.to("meta")
+@pytest.mark.parametrize("change", [{"device": "meta"}, {"dtype": torch.float16}, {"dtype": torch.float32}])
+def test_moving_and_converting_are_refused_whole(model: PreTrainedModel, change: dict[str, Any]) -> None:
+    before = [(parameter.dtype, parameter.device) for parameter in model.parameters()]
+    with pytest.raises(mc.ConfigError, match="load"):
+        model.to(**change)
+    assert [(parameter.dtype, parameter.device) for parameter in model.parameters()] == before
+
+
+@pytest.mark.parametrize("chosen", [1, 3, 4])
+def test_blocks_may_choose_other_numbers_of_experts(model: PreTrainedModel, folder: Path, chosen: int) -> None:
+    """More or fewer than config.json says: when the model is loaded, or later."""
+    with moe_transformers.loading():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", num_experts_per_tok=chosen)
+    changed = copy.deepcopy(model)
+    for block in changed.model.layers:
+        block.mlp.gate.top_k = chosen
+    expected, found = logits(loaded, tokens()).float(), logits(changed, tokens()).float()
+    # several calls of a layer round to 16 bits once more than one
+    assert float((found - expected).abs().max()) <= 2**-6 * float(expected.abs().max())
+    assert not torch.equal(found, logits(model, tokens()).float())
 
 
 # ------------------------------------------------------------------ devices

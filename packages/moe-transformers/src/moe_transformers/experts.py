@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from moe_core import ConfigError, FusedMoELayer, share_workspace
+from moe_core.model_api import ExpertsForm
 from torch import Tensor, nn
+
+from moe_transformers.adapters import guard_adapters
+from moe_transformers.saving import guard_saving
 
 
 class MoeCoreExperts(nn.Module):
     """The routed experts of one block; routing stays with the block.
 
     Without a ``layer`` it keeps their place while the rest of a model is loaded.  Its weights are no parameters: they
-    are in the layout of the layer's backend, so ``state_dict()`` and ``save_pretrained`` refuse them (see
-    :class:`moe_core.FusedMoELayer`).
+    are in the layout of the layer's backend, so ``state_dict()`` leaves them out and ``save_pretrained`` refuses the
+    model (see :class:`moe_core.FusedMoELayer`).  ``load_state_dict()`` takes the tensors of transformers' experts, laid
+    out in the ``form`` of the module that was here before.
     """
 
     layer: FusedMoELayer | None
+    form: ExpertsForm | None
 
-    def __init__(self, layer: FusedMoELayer | None = None) -> None:
+    def __init__(self, layer: FusedMoELayer | None = None, form: ExpertsForm | None = None) -> None:
         super().__init__()
+        _guard()
         self.layer = layer
+        self.form = form
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _guard()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' sum weighted by ``top_k_weights`` of ``hidden_states`` [..., K], of the same shape.
@@ -36,12 +49,47 @@ class MoeCoreExperts(nn.Module):
             raise ConfigError("the experts are not loaded yet")
         return run_experts(self.layer, hidden_states, top_k_index, top_k_weights)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        below = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        given = {name: tensor for name, tensor in below.items() if not name.startswith("layer.")}
+        if given and self.layer is None:
+            raise ConfigError(
+                f"load_state_dict() cannot take {prefix}{next(iter(given))}: the experts are not loaded yet"
+            )
+        if self.layer is not None:
+            self.layer.load_experts(given, prefix, self.form)
+        left = {name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in given}
+        super()._load_from_state_dict(left, prefix, *arguments)
+
+
+def _guard() -> None:
+    """Have PEFT and transformers refuse what they would do to a model with such experts by leaving these out."""
+    guard_adapters()
+    guard_saving()
+
+
+def form_of(module: nn.Module) -> ExpertsForm:
+    """How ``module``, experts as transformers builds them, holds its tensors."""
+    return ExpertsForm(
+        transposed=bool(getattr(module, "is_transposed", False)),
+        interleaved=not getattr(module, "is_concatenated", True),
+    )
+
 
 def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What :meth:`MoeCoreExperts.forward` returns, by any ``layer``."""
+    """What :meth:`MoeCoreExperts.forward` returns, by any ``layer``; a block may choose other numbers of experts."""
+    chosen, k = top_k_index.shape[-1], layer.config.top_k
     if top_k_index.dim() != 2 or top_k_weights.dim() != 2:
-        k = layer.config.top_k
-        top_k_index, top_k_weights = top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
+        top_k_index, top_k_weights = top_k_index.reshape(-1, chosen), top_k_weights.reshape(-1, chosen)
+    if chosen != k and top_k_weights.shape == top_k_index.shape:
+        # -1 selects no expert
+        some_ids = torch.split(nn.functional.pad(top_k_index, (0, -chosen % k), value=-1), k, dim=1)
+        some_weights = torch.split(nn.functional.pad(top_k_weights, (0, -chosen % k)), k, dim=1)
+        parts = [
+            layer(hidden_states, topk_weights=weights, topk_ids=ids)
+            for ids, weights in zip(some_ids, some_weights, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0, dtype=torch.float32).to(parts[0].dtype)
     output: Tensor = layer(hidden_states, topk_weights=top_k_weights, topk_ids=top_k_index)
     return output
 

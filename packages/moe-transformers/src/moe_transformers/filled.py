@@ -54,12 +54,17 @@ def is_quantized(module: nn.Module) -> bool:
 
 def top_k_of(module: nn.Module, name: str) -> int:
     """Experts of each token, as the module's configuration says.  Raises ConfigError where it does not."""
-    config = getattr(module, "config", None)
-    for key in _TOP_K:
-        found = getattr(config, key, None)
-        if isinstance(found, int):
-            return found
+    found = stated_top_k(module)
+    if found is not None:
+        return found
     raise ConfigError(f"the configuration of {name} does not say how many experts a token has: give top_k=")
+
+
+def stated_top_k(module: nn.Module) -> int | None:
+    """Experts of each token, as the module's configuration says; None where it does not."""
+    config = getattr(module, "config", None)
+    found = (getattr(config, key, None) for key in _TOP_K)
+    return next((count for count in found if isinstance(count, int)), None)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ from transformers.utils import logging as transformers_logging
 
 from moe_transformers.blocks import Block, blocks
 from moe_transformers.dense import LazyTensor
-from moe_transformers.experts import MoeCoreExperts, share_workspaces
+from moe_transformers.experts import MoeCoreExperts, form_of, share_workspaces
+from moe_transformers.filled import stated_top_k
 from moe_transformers.options import Options
 from moe_transformers.ranks import leave_to_moe_core
 from moe_transformers.refusals import RefusedError
@@ -151,6 +152,11 @@ class Plan:
         block.check(source.config)
         if options.groups is not None:
             source = read(parallel=options.groups.parallel)
+        top_k = stated_top_k(block.module)
+        if top_k is not None:  # from_pretrained(num_experts_per_tok=…) wins over config.json
+            source = replace(
+                source, config=replace(source.config, top_k=top_k), whole=replace(source.whole, top_k=top_k)
+            )
         self.layers.append(Layer(block, source, stack, quantize))
 
     def _experts_left_out(self) -> Iterator[Iterable[str]]:
@@ -266,7 +272,7 @@ class Plan:
 
 def _put(model: nn.Module, name: str) -> None:
     """An empty :class:`MoeCoreExperts` in the place ``name``, which transformers does not initialise."""
-    experts = MoeCoreExperts()
+    experts = MoeCoreExperts(form=form_of(model.get_submodule(name)))
     model.set_submodule(name, experts)
     block = model.get_submodule(name.rpartition(".")[0])
     for module in (experts, block):

@@ -7,8 +7,9 @@ from typing import Any
 from moe_core import ConfigError, FusedMoELayer, OnlineQuantization, registry
 from torch import Tensor, nn
 
+from moe_transformers.adapters import wrapped_by
 from moe_transformers.blocks import experts_modules
-from moe_transformers.experts import MoeCoreExperts, share_workspaces
+from moe_transformers.experts import MoeCoreExperts, form_of, share_workspaces
 from moe_transformers.filled import Filled, is_quantized, top_k_of
 from moe_transformers.interface import IMPLEMENTATION, hidden_dtype
 
@@ -18,9 +19,9 @@ class QuantizedExperts(MoeCoreExperts):
 
     layer: FusedMoELayer
 
-    def __init__(self, layer: FusedMoELayer, config: Any) -> None:
-        super().__init__(layer)
-        self.config = config
+    def __init__(self, layer: FusedMoELayer, module: nn.Module) -> None:
+        super().__init__(layer, form_of(module))
+        self.config: Any = module.config
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the base class; ConfigError where the model was told to compute with the tensors that are gone."""
@@ -46,14 +47,20 @@ def quantize_experts(
     the next is quantised.  There is no way back: load the model again.  Interrupted, it leaves blocks of both kinds;
     called again, it goes on with those that are left.
 
-    Raises ConfigError for a model without 16-bit experts, an unknown name, or a layer that moe-core does not compute,
-    and SelectionError where no backend fits: before anything is quantised.
+    Raises ConfigError for a model without 16-bit experts, an unknown name, PEFT's adapters of the experts, or a layer
+    that moe-core does not compute, and SelectionError where no backend fits: before anything is quantised.
     """
     online = registry().online(quantize)
     names = [name for name, module in experts_modules(model) if not is_quantized(module)]
     if not names:
         raise ConfigError(f"{type(model).__name__} has no experts in 16 bits: {_what_there_is(model)}")
     for name in names:
+        wrapper = wrapped_by(model, name)
+        if wrapper is not None:
+            raise ConfigError(
+                f"{wrapper} ({type(model.get_submodule(wrapper)).__name__}) adapts the experts {name}, whose 16-bit "
+                "tensors it needs: merge the adapter (model.merge_and_unload()), or quantize a model without it"
+            )
         _select(_filled(model, name, top_k), online, backend)
     for name in names:
         # nothing here may outlive its turn: what names a module keeps its tensors
@@ -86,7 +93,7 @@ def _replace(model: nn.Module, name: str, top_k: int | None, online: OnlineQuant
     layer = FusedMoELayer.from_weights(
         online.scheme, filled.config, filled.weights(), backend=backend, quantize=online, copy=True
     )
-    model.set_submodule(name, QuantizedExperts(layer, filled.module.config))
+    model.set_submodule(name, QuantizedExperts(layer, filled.module))
 
 
 def _what_there_is(model: nn.Module) -> str:

@@ -63,7 +63,6 @@ class MoeCoreQuantizer(HfQuantizer):
         super().__init__(CheckpointQuantization(entries), pre_quantized=True)
         self.options = options
         self._plan: Plan | None = None
-        self._folder: Path | None = None
         self._beside = 0
 
     @property
@@ -93,7 +92,7 @@ class MoeCoreQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ConfigError("state_dict is given: experts are read from a checkpoint's files; give its folder")
-        self._folder = folder = Path(checkpoint_files[0]).parent
+        folder = Path(checkpoint_files[0]).parent
         # transformers builds models on the meta device, where small tensors of a checkpoint would have no values
         with torch.device("cpu"):
             self._plan = Plan.of(model, folder, self.options, model.dtype)
@@ -127,11 +126,8 @@ class MoeCoreQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *arguments: Any, **keywords: Any) -> bool:
-        raise ConfigError(
-            "a model whose experts are moe-core's is not written: they are in the layout of a backend, which no "
-            f"checkpoint has. Keep the checkpoint that it came from, {self._folder}; what it has beside "
-            "its experts is written within moe_core.experts_left_out(model), from model.state_dict()"
-        )
+        # as far as this object knows: adapters are written, and save_pretrained refuses whole models (see saving)
+        return True
 
     @property
     def is_trainable(self) -> bool:

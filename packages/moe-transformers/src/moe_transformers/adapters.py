@@ -1,0 +1,91 @@
+"""PEFT's adapters: of the experts that moe-core runs there are none, of everything else there may be any."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from moe_core import ConfigError
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+#: parameters that transformers' experts have and an adapter may target
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+_WHY = (
+    "moe-core runs these experts and applies no adapter to them. Leave them out of the adapter, or merge it into the "
+    "16-bit model and quantize the result"
+)
+
+
+def wrapped_by(model: nn.Module, name: str) -> str | None:
+    """Name of the PEFT layer that holds, and so adapts or copies, the module ``name`` of ``model``."""
+    parts = name.split(".")
+    for end in range(len(parts)):
+        above = ".".join(parts[:end])
+        module = model.get_submodule(above)
+        # layers of tuners, and copies for training (modules_to_save)
+        if hasattr(module, "base_layer") or hasattr(module, "original_module"):
+            return above
+    return None
+
+
+@functools.cache
+def guard_adapters() -> None:
+    """Have PEFT, where it is installed, refuse adapters of the experts that moe-core runs before it adds any layer.
+
+    PEFT warns where it finds no parameter for a part of an adapter, and applies the rest.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return
+    from peft.tuners.tuners_utils import BaseTuner
+
+    original = BaseTuner.inject_adapter
+
+    @functools.wraps(original)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *arguments: Any, **named: Any) -> Any:
+        refuse_adapter(model, self.peft_config[adapter_name])
+        return original(self, model, adapter_name, *arguments, **named)
+
+    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+
+
+def refuse_adapter(model: nn.Module, config: Any) -> None:
+    """ConfigError where an adapter of ``config``, PEFT's, would be one of experts that moe-core runs."""
+    places = list(_places(model))
+    if not places:
+        return
+    for name in places:
+        modules = getattr(config, "target_modules", None) or ()
+        for target in () if isinstance(modules, str) else modules:
+            # the experts' module, or one below it ("experts.3.up_proj")
+            if f".{name}".endswith(f".{target}") or f".{name.rpartition('.')[2]}." in f".{target}.":
+                raise ConfigError(f"target_modules of the adapter names {target}: {_WHY}")
+    targets = set(getattr(_as_here(model, config), "target_parameters", None) or ())
+    for name in places:
+        for key in (f"{name}.{parameter}" for parameter in _PARAMETERS):
+            if any(key == target or key.endswith(f".{target}") for target in targets):
+                raise ConfigError(f"target_parameters of the adapter names {key}: {_WHY}")
+
+
+def _places(model: nn.Module) -> Iterator[str]:
+    from moe_transformers.experts import MoeCoreExperts
+
+    for name, module in model.named_modules():
+        if isinstance(module, MoeCoreExperts):
+            yield name.replace(".base_layer", "")
+
+
+def _as_here(model: nn.Module, config: Any) -> Any:
+    """A copy of ``config`` with the names that PEFT turns those of older releases of transformers into."""
+    config = copy.deepcopy(config)
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return config
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # releases that convert nothing
+        return config
+    convert_peft_config_for_transformers(config, model=model, conversions=get_model_conversion_mapping(model))
+    return config
