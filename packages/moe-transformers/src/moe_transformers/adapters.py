@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -40,16 +41,15 @@ def guard_adapters() -> None:
     """
     if importlib.util.find_spec("peft") is None:
         return
-    from peft.tuners.tuners_utils import BaseTuner
-
-    original = BaseTuner.inject_adapter
+    tuner: Any = importlib.import_module("peft.tuners.tuners_utils").BaseTuner
+    original = tuner.inject_adapter
 
     @functools.wraps(original)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *arguments: Any, **named: Any) -> Any:
         refuse_adapter(model, self.peft_config[adapter_name])
         return original(self, model, adapter_name, *arguments, **named)
 
-    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+    tuner.inject_adapter = inject_adapter
 
 
 def refuse_adapter(model: nn.Module, config: Any) -> None:
@@ -84,8 +84,9 @@ def _as_here(model: nn.Module, config: Any) -> Any:
     if not hasattr(getattr(model, "config", None), "model_type"):
         return config
     try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+        conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
     except ImportError:  # releases that convert nothing
         return config
-    convert_peft_config_for_transformers(config, model=model, conversions=get_model_conversion_mapping(model))
+    mapping = get_model_conversion_mapping(model)
+    conversion.convert_peft_config_for_transformers(config, model=model, conversions=mapping)
     return config
