@@ -159,6 +159,8 @@ def test_fake_tensors_have_the_shape_of_the_result() -> None:
                 layer(mode.from_tensor(x)[..., 1:])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(TensorError, match="hidden_states"):
         layer.start(mode.from_tensor(X))
+    with FakeTensorMode(), pytest.raises(TensorError, match="w13"):
+        make_layer()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

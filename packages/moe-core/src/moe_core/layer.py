@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_core._autocast import autocast_off, is_autocast, without_autocast
+from moe_core._fake import is_fake
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.column_cut import refine
 from moe_core.config import FusedMoEConfig
@@ -166,6 +167,8 @@ class FusedMoELayer(nn.Module):
         check_tensor("w13", weights.w13)
         if weights.w13.is_meta:
             raise TensorError("w13 is on the meta device: it has no values to convert")
+        if is_fake(weights.w13):
+            raise TensorError("w13 has no values to convert: make the layer outside of FakeTensorMode, call it within")
         oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
         online = None if quantize is None else registry().online(quantize)
         if online is not None and online.scheme != oracle.scheme:

@@ -175,6 +175,17 @@ def test_what_is_refused(tmp_path: Path, x: Tensor) -> None:
         layer(x, topk_weights=torch.ones(6, 2))
 
 
+def test_a_router_that_cannot_be_written_leaves_the_experts_as_they_are(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", layer_tensors()), write(tmp_path / "b", layer_tensors(seed=4))
+    layer = load_layer(first, device="cpu", dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in layer.weights.tensors()}
+    assert layer.router_weight is not None
+    layer.router_weight = layer.router_weight[:, :1].expand_as(layer.router_weight)
+    with pytest.raises(TensorError, match="router_weight"):
+        layer.reload(second)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.weights.tensors())
+
+
 def test_reload_from_a_folder(tmp_path: Path, x: Tensor) -> None:
     first, second = write(tmp_path / "a", layer_tensors()), write(tmp_path / "b", layer_tensors(seed=4))
     layer = load_layer(first, device="cpu", dtype=torch.float32)
