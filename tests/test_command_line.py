@@ -165,6 +165,13 @@ LINES: list[tuple[str, int, str]] = [
         0,
         "marlin",
     ),
+    # what is meant where nothing is stated
+    ("explain --scheme wna16 --shape 8,2,256,256 --device sm90", 0, "kInt4Static (uint4b8, static bfloat16 1x128)"),
+    ("explain --scheme wna16 --shape 8,2,256,256 --activation-key kFp8DynamicTokenSym", 0, "bfloat16 1x128)"),
+    (f"explain {SHAPE} --activation-key none", 0, "kFp8Static128BlockSym (e4m3, static float32 128x128)"),
+    ("explain --scheme int8 --shape 8,2,256,256 --activation-key none", 0, "kInt8StaticChannelSym"),
+    ("explain --scheme mxfp4 --shape 8,2,256,256 --activation-key none", 0, "kMxfp4Static"),
+    (f"explain {SHAPE} --activation-key kMxfp8Dynamic", 0, "kMxfp8Static"),
     ("explain --quantize fp8_per_channel --shape 8,2,256,256 --device sm90", 0, "kFp8StaticChannelSym"),
     (f"bench {SHAPE} --tokens 1,2 --budget 0.01", 0, "spread"),
     ("bench int8 --tokens 1 --budget 0.01 --json", 0, '"seconds_p10_p90"'),
@@ -173,7 +180,7 @@ LINES: list[tuple[str, int, str]] = [
     # what is not there
     (f"explain {SHAPE} --device sm90 --tuning nowhere/t.json", 2, "nowhere/t.json"),
     (f"tune {SHAPE}", 2, "nothing to tune on cpu"),
-    ("", 2, "required: COMMAND"),
+    ("", 0, "usage: moe COMMAND"),
     ("rnu fp8", 2, "did you mean run?"),
     ("RUN fp8", 2, "unknown command"),
     ("--nothing", 2, "moe"),

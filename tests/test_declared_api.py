@@ -116,7 +116,8 @@ PROTOCOL_3 = {
         "activation_key_of bytes_text check_seed device_of dtype_of duration emit progress seconds_since"
     ),
     "moe_core_cli.command_api": (
-        "Command add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed whole"
+        "Command RefusedError add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed "
+        "check_file check_folder check_least whole"
     ),
     "moe_core.engine_api": "Engine EngineChanged VersionRange log_once require select_kernel unpack_row_pairs",
     "moe_core.experts_api": (

@@ -7,7 +7,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
-from moe_core_cli.parser import one_of, path, whole
+from moe_core_cli.parser import one_of, path, seed, whole
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: of those that run something
@@ -51,7 +51,7 @@ def add_activation_key(parser: argparse.ArgumentParser) -> None:
 
 def add_seed(parser: argparse.ArgumentParser, text: str) -> None:
     """``--seed N``."""
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help=text)
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
 
 
 def add_scheme(parser: Any, text: str) -> None:

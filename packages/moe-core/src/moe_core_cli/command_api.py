@@ -2,7 +2,8 @@
 
 An entry point ``NAME = "my_package_cli:COMMAND"`` in the group ``moe_core.commands`` names a :class:`Command`.  Its
 module is loaded for help and completion, so it imports nothing of ``moe_core``, nor torch: a package beside the one
-that does the work, as ``moe_core_cli`` is.  What the command does stands in ``Command.run`` ("my_package.report:run"),
+that does the work, as ``moe_core_cli`` is.  ``Command.check`` refuses arguments before
+torch is imported.  What the command does stands in ``Command.run`` ("my_package.report:run"),
 a function that takes the arguments and returns the exit code; :mod:`moe_core.command_api` is what it uses.
 
 Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
@@ -19,11 +20,13 @@ from moe_core_cli.arguments import (
     add_quantize,
     add_seed,
 )
+from moe_core_cli.commands.checks import RefusedError, check_file, check_folder, check_least
 from moe_core_cli.commands.command import Command
 from moe_core_cli.parser import path, whole
 
 __all__ = [
     "Command",
+    "RefusedError",
     "add_activation_key",
     "add_backend",
     "add_checkpoint",
@@ -31,6 +34,9 @@ __all__ = [
     "add_dtype",
     "add_quantize",
     "add_seed",
+    "check_file",
+    "check_folder",
+    "check_least",
     "path",
     "whole",
 ]

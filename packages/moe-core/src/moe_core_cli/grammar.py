@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,16 @@ from moe_core_cli.arguments import (
     add_tokens,
 )
 from moe_core_cli.commands import installed
+from moe_core_cli.commands.checks import (
+    RefusedError,
+    check_file,
+    check_folder,
+    check_origin,
+    check_positive,
+    check_tokens,
+    names_of,
+    token_counts,
+)
 from moe_core_cli.commands.command import Command
 from moe_core_cli.parser import Paragraphs, Parser, meant, path, seconds, shown, whole
 
@@ -89,7 +100,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given = list(sys.argv[1:] if argv is None else argv)
     command = next((text for text in given if not text.startswith("-")), None)
     if command is None:
-        return _build(installed.names())[0].parse_args(given)
+        parser = _build(installed.names())[0]
+        if not given:
+            parser.print_help()
+            parser.exit()
+        return parser.parse_args(given)
     parser, commands = _build([] if command in COMMANDS or command not in installed.names() else [command])
     if command not in commands:
         parser.error(_unknown(command))
@@ -139,7 +154,7 @@ def _build(others: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
         known_command.arguments(command)
         command.add_argument("-v", "--verbose", action="store_true", help="everything: all candidates, all reasons")
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        command.set_defaults(run=known_command.run)
+        command.set_defaults(run=known_command.run, precheck=known_command.check)
         built[name] = command
     return parser, built
 
@@ -246,21 +261,71 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     _made_up(parser, TIMED_SHAPE)
 
 
+def _check_quickstart(args: argparse.Namespace) -> None:
+    check_tokens(args.tokens)
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    check_tokens(args.tokens, least=0)
+    check_file(args, "input")
+    check_folder(args)
+
+
+def _check_explain(args: argparse.Namespace) -> None:
+    check_tokens(args.tokens)
+    if args.tp is args.ep is args.dp is None and (args.all2all is not None or args.machine is not None):
+        raise RefusedError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
+    names = names_of(args.device)
+    if args.all_layers and (args.path is None or args.layer is not None):
+        raise RefusedError("--all-layers is for a checkpoint folder, without --layer")
+    if args.all_layers and len(names) > 1:
+        raise RefusedError(f"--all-layers is of one device, got --device {args.device!r}")
+    check_origin(args)
+    if args.path is None and (args.shape is None or args.scheme is args.quantize is None):
+        raise RefusedError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
+    check_folder(args)
+
+
+def _check_bench(args: argparse.Namespace) -> None:
+    token_counts(args.tokens)
+    check_positive(args, budget="seconds", bandwidth="GB/s", rate="TFLOP/s")
+    if not 0 <= args.skew < math.inf:
+        raise RefusedError(f"--skew {args.skew}: expected a number of 0 or more")
+    if args.fail_slower is not None and (args.compare is None or not 0 <= args.fail_slower < math.inf):
+        raise RefusedError(f"--fail-slower {args.fail_slower:g}: expected a percentage, beside --compare FILE")
+    check_origin(args)
+    check_file(args, "compare")
+    check_folder(args)
+
+
+def _check_tune(args: argparse.Namespace) -> None:
+    token_counts(args.tokens)
+    check_positive(args, budget="seconds")
+    check_origin(args)
+    check_folder(args)
+
+
 def _own(
-    name: str, summary: str, arguments: Callable[[argparse.ArgumentParser], None], description: str = ""
+    name: str,
+    summary: str,
+    arguments: Callable[[argparse.ArgumentParser], None],
+    description: str = "",
+    check: Callable[[argparse.Namespace], None] | None = None,
 ) -> tuple[str, Command]:
-    return name, Command(summary, arguments, f"moe_core.cli.{name}:run", description)
+    return name, Command(summary, arguments, f"moe_core.cli.{name}:run", description, check)
 
 
 _COMMANDS = dict(
     (
-        _own("quickstart", "write, load, explain, run and check a small checkpoint", _quickstart),
-        _own("run", "run one MoE layer of a checkpoint on given or random tokens", _run, _RUN),
-        _own("explain", "say which backend runs a layer and why, on any GPU", _explain, _EXPLAIN),
+        _own(
+            "quickstart", "write, load, explain, run and check a small checkpoint", _quickstart, check=_check_quickstart
+        ),
+        _own("run", "run one MoE layer of a checkpoint on given or random tokens", _run, _RUN, _check_run),
+        _own("explain", "say which backend runs a layer and why, on any GPU", _explain, _EXPLAIN, _check_explain),
         _own("backends", "list the installed backends and what they claim", _backends, _BACKENDS),
         _own("doctor", "show versions, GPUs, schemes, what is missing and how to add it", _doctor),
-        _own("bench", "time a layer per token count, beside the machine's limits", _bench, _BENCH),
-        _own("tune", "find the best launch configurations for this GPU", _tune, _TUNE),
+        _own("bench", "time a layer per token count, beside the machine's limits", _bench, _BENCH, _check_bench),
+        _own("tune", "find the best launch configurations for this GPU", _tune, _TUNE, _check_tune),
     )
 )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 
+from moe_core_cli.commands.checks import RefusedError
 from moe_core_cli.grammar import build, parse
 from moe_core_cli.terminal import console, signals
 
@@ -17,7 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.prepare()
         arguments = parse(argv)
         try:
+            if arguments.precheck is not None:
+                arguments.precheck(arguments)
             code = _execute(arguments.command, arguments, ending)
+        except RefusedError as refused:
+            console.complain(f"moe {arguments.command}: {console.printable(str(refused))}")
+            return 2
         except KeyboardInterrupt as interrupt:
             number = signals.number_of(interrupt)
             console.complain(f"moe: {signals.NAMES[number]}")
@@ -29,12 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(command: str, arguments: object, ending: signals.Ending) -> int:
-    from moe_core.cli import execute, paragraph
+    with console.progress("loading torch") if "torch" not in sys.modules else contextlib.nullcontext():
+        from moe_core.cli import execute, paragraph
 
     ending.imported()
     try:
         return execute(arguments)  # type: ignore[arg-type]
-    except BrokenPipeError:
+    except (BrokenPipeError, RefusedError):
         raise
     except Exception as error:
         if os.environ.get("MOE_TRACEBACK"):

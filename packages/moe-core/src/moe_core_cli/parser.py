@@ -55,6 +55,14 @@ def whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected an integer, got {shown(text)}") from None
 
 
+def seed(text: str) -> int:
+    """A seed that torch accepts."""
+    number = whole(text)
+    if not -(2**63) <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"expected an integer from {-(2**63)} to {2**64 - 1}, got {shown(text)}")
+    return number
+
+
 def path(text: str) -> Path:
     """A path of an argument; an empty one would be the folder that the command is called in."""
     if not text:

@@ -81,12 +81,50 @@ def test_ignored_signals_stay_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["rnu"], ["run", "--tokens", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["rnu"],
+        ["run", "--tokens", "x"],
+        ["run", "/nonexistent"],
+        ["run", "/nonexistent", "--tokens", "-1"],
+        ["run", "/", "--seed", "9" * 20],
+        ["run", "/", "--input", "/nonexistent"],
+        ["explain"],
+        ["explain", "/nonexistent"],
+        ["explain", "owner/name"],
+        ["explain", "--scheme", "fp8", "--shape", "1,2"],
+        ["explain", "--scheme", "fp8", "--shape", "8,2,64,32", "--layer", "1"],
+        ["explain", "/", "--all-layers", "--layer", "1"],
+        ["explain", "/", "--device", "h100,h100"],
+        ["explain", "/", "--machine", "h100"],
+        ["bench", "--tokens", "0"],
+        ["bench", "--rate", "0"],
+        ["bench", "/nonexistent"],
+        ["tune", "--budget", "-1"],
+        ["tune", "/nonexistent"],
+        ["quickstart", "--tokens", "0"],
+    ],
+)
 def test_arguments_import_nothing_heavy(arguments: list[str]) -> None:
     code = "import sys\nfrom moe_core_cli.main import main\n"
     code += f"try:\n    main({arguments})\nfinally:\n    print(*sys.modules)"
     loaded = python(code).stdout.splitlines()[-1].split()
     assert not {"torch", "numpy", "moe_core"} & set(loaded)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_while_torch_loads(terminal: bool) -> None:
+    """On a terminal, and gone when torch is there."""
+    code = "import sys\nfrom moe_core_cli.main import main\n"
+    code += f"sys.stderr.isatty = lambda: {terminal}\nmain(['backends', '--json'])"
+    done = python(code, PYTHONIOENCODING="utf-8", RANK="0")
+    assert done.returncode == 0
+    assert done.stderr.startswith("loading torch …\n\x1b[2K") if terminal else done.stderr == ""
 
 
 # ------------------------------------------------------------------ streams
@@ -128,7 +166,7 @@ def test_long_lines_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
 REFUSED = [
     (["rnu"], "moe: unknown command 'rnu'; did you mean run? (moe --help)"),
     (["qwertz"], "moe: unknown command 'qwertz' (moe --help)"),
-    ([], "moe: the following arguments are required: COMMAND (moe --help)"),
+    (["--json"], "moe: the following arguments are required: COMMAND (moe --help)"),
     (["run"], "moe run: the following arguments are required: DIR (moe run --help)"),
     (["run", "d", "--tokns", "3"], "moe run: unknown option '--tokns'; did you mean --tokens? (moe run --help)"),
     (["doctor", "x"], "moe doctor: unexpected argument 'x' (moe doctor --help)"),

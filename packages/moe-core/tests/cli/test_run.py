@@ -299,7 +299,7 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
         ),
         (("--tokens", str(2**40)), ("out of memory: they take",)),
         (("--tokens", str(10**23)), (f"--tokens {10**23}: expected 1099511627776 or fewer",)),
-        (("--seed", "9" * 20), ("--seed 99999999999999999999: expected an integer from -9223372036854775808 to",)),
+        (("--seed", "9" * 20), ("--seed: expected an integer from -9223372036854775808 to",)),
         (("--seed", str(-(2**63) - 1)), ("to 18446744073709551615",)),
     ],
 )

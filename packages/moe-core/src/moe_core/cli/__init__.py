@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import re
 import sys
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from moe_core_cli.terminal.console import complain
+from moe_core_cli.terminal.console import complain, progress
 
 from moe_core.entry_points import imported
 from moe_core.errors import CheckpointWarning, FallbackWarning, MoEError, PluginWarning, RegistryError, printable
@@ -45,7 +46,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _loaded(command: str, path: str) -> Callable[[argparse.Namespace], int]:
     """What runs a command; RegistryError where the package that brings it does not work."""
-    found: Any = attempt(lambda: imported(path))
+    package = path.partition(".")[0]
+    with progress(f"loading {package}") if package not in sys.modules else contextlib.nullcontext():
+        found: Any = attempt(lambda: imported(path))
     if isinstance(found, Raised):
         raise RegistryError(f"{path} cannot be loaded: {found}; what else is missing: moe doctor") from found.error
     return found  # type: ignore[no-any-return]

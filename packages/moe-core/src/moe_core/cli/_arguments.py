@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moe_core_cli.commands.checks import shape_of
+
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +20,6 @@ if TYPE_CHECKING:
     from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
     from moe_core.oracle import Oracle
     from moe_core.quant_key import QuantKey
-
-MOST_TOKENS = 2**40
-LARGEST_SIZE = 2**24
 
 
 def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) -> FusedMoEParallelConfig | None:
@@ -54,28 +53,6 @@ def cuts_of(
     local = len(local_expert_range(config.num_experts, parallel))
     cuts = column_cuts(config.intermediate_size, *keys, parallel.tp_size)
     return replace(config, parallel=parallel, num_local_experts=local), cuts
-
-
-def check_origin(args: argparse.Namespace) -> None:
-    """Raise ConfigError for arguments of a checkpoint folder where none is given, or of a made-up layer beside one."""
-    if args.path is None:
-        about = {
-            "--layer": args.layer,
-            "--stack": args.stack,
-            "--routing": args.routing,
-            "--assume": args.assume or None,
-        }
-        given = next((option for option, value in about.items() if value is not None), None)
-        if given is not None:
-            raise ConfigError(f"{given} is for a checkpoint folder, and none is given")
-        return
-    if args.shape is not None or args.scheme is not None:
-        raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
-    if args.weight_key is not None or args.bias:
-        raise ConfigError(
-            f"{'--bias' if args.weight_key is None else '--weight-key'} describes a layer of --scheme and --shape; "
-            "a checkpoint folder says it by itself"
-        )
 
 
 def source_of(
@@ -115,14 +92,6 @@ def batched(config: FusedMoEConfig, num_tokens: int) -> FusedMoEConfig:
     from moe_core.config import FusedMoEActivationFormat
 
     return replace(config, activation_format=FusedMoEActivationFormat.BATCHED, max_num_tokens=num_tokens)
-
-
-def check_tokens(count: int, *, least: int = 1) -> None:
-    """Raise ConfigError for a number of tokens that no machine holds."""
-    if count < least:
-        raise ConfigError(f"--tokens {count}: expected {least} or more")
-    if count > MOST_TOKENS:
-        raise ConfigError(f"--tokens {count}: expected {MOST_TOKENS} or fewer")
 
 
 def check_room(count: int, width: int) -> None:
@@ -193,14 +162,7 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         if args.weight_key is not None or args.activation_key is not None or args.scheme not in (None, online.scheme):
             raise ConfigError(f"--quantize {online.name} says the scheme ({online.scheme}) and the keys by itself")
         args.scheme = online.scheme
-    if args.scheme is None or args.shape is None:
-        raise ConfigError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
-    try:
-        experts, top_k, hidden, inter = (int(part) for part in args.shape.split(","))
-    except ValueError:
-        raise ConfigError(f"--shape {args.shape}: expected four integers E,k,K,N, e.g. 128,8,2048,768") from None
-    if max(experts, top_k, hidden, inter) > LARGEST_SIZE:
-        raise ConfigError(f"--shape {args.shape}: expected sizes of {LARGEST_SIZE} or less")
+    experts, top_k, hidden, inter = shape_of(args.shape)
     config = FusedMoEConfig(
         num_experts=experts,
         top_k=top_k,
@@ -214,14 +176,16 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         return config, online.weight_key, online.activation_key
     oracle = registry().oracle(args.scheme)
     claimed = _claimed(oracle)
+    # what engines ask for where nothing is stated
+    usual = oracle.spec.kinds[0].weight_key if oracle.spec.kinds else claimed[0][0]
     wanted = [
         (weight, activation)
         for weight, activation in claimed
         if (args.weight_key is None or weight == _key(args.weight_key))
         and (args.activation_key is None or activation == _key(args.activation_key))
     ]
-    # what nobody asks for is what the scheme is for, unless nothing such goes with the weights
-    chosen = next((pair for pair in wanted if (pair[1] is None) == oracle.spec.weight_only), (wanted or claimed)[0])
+    # then activations that the scheme is for, unless none of those goes with the weights
+    chosen = min(wanted or claimed, key=lambda pair: (pair[0] != usual, (pair[1] is None) != oracle.spec.weight_only))
     weight = chosen[0] if args.weight_key is None else _key(args.weight_key)
     activation = chosen[1] if args.activation_key is None else _key(args.activation_key)
     return config, weight, activation

@@ -12,7 +12,6 @@ from moe_core_cli.terminal.console import complain
 from moe_core.cli import _report
 from moe_core.cli._output import bytes_text, duration, emit, table
 from moe_core.cli._prepare_finalize import sizes
-from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_core.memory import LayerMemory
@@ -33,21 +32,6 @@ class Explained(NamedTuple):
     memory: LayerMemory | None
     fits: bool
     over_ranks: PrepareFinalizeSelection | None = None
-
-
-def names_of(device: str | None) -> list[str]:
-    """The devices of ``--device``; [] for this machine's.  Raises ConfigError for one that is empty or twice there."""
-    if device is None:
-        return []
-    names = [name.strip() for name in device.split(",")]
-    for place, name in enumerate(names):
-        if not name and len(names) > 1:
-            raise ConfigError(
-                f"--device {device!r} has an empty name, expected names with commas between, e.g. a100,h100"
-            )
-        if name in names[:place]:
-            raise ConfigError(f"--device {device!r} has {name} twice, expected each device once")
-    return names
 
 
 def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argparse.Namespace], Explained]) -> int:

@@ -40,7 +40,6 @@ class Layer:
 
 def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
     """The layer that the arguments name: of a checkpoint folder, or by --scheme and --shape."""
-    _arguments.check_origin(args)
     if args.path is None:
         return _of_shape(args, device)
     from moe_core.checkpoint import Checkpoint
@@ -50,7 +49,6 @@ def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
 
 def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Layer]:
     """One of each kind among the layers of a checkpoint folder, or the one that the arguments name."""
-    _arguments.check_origin(args)
     if args.path is None or args.layer is not None:
         return [the_layer(args, device)]
     from moe_core.checkpoint import Checkpoint
@@ -65,21 +63,6 @@ def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Laye
                 (layer.scheme, replace(layer.config, routing=None), layer.weight_key, layer.activation_key), layer
             )
     return list(found.values())
-
-
-def token_counts(text: str) -> list[int]:
-    """What --tokens M,M,… says.  Raises ConfigError for anything else."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise ConfigError(f"--tokens {text!r}: expected positive integers, e.g. 1,8,32")
-    twice = next((count for place, count in enumerate(counts) if count in counts[:place]), None)
-    if twice is not None:
-        raise ConfigError(f"--tokens {text!r} has {twice} twice, expected each number of tokens once")
-    _arguments.check_tokens(max(counts))
-    return counts
 
 
 def _of_checkpoint(args: argparse.Namespace, checkpoint: Checkpoint, device: torch.device, index: int | None) -> Layer:

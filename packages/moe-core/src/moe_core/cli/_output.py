@@ -12,17 +12,15 @@ import stat
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_core_cli.terminal.console import progress as progress
 from moe_core_cli.terminal.console import say
 
 from moe_core.errors import ConfigError, printable
 from moe_core.whole_file import writing
-
-#: characters of a progress bar
-BAR = 24
 
 
 def emit(as_json: bool, data: Any, text: str) -> None:
@@ -52,31 +50,6 @@ def _finite(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[str, float | None], None]]:
-    """Say what is going on while it lasts, if stderr is a terminal.
-
-    Yields what says something else, with a bar for the part that is done (0 to 1) or None.
-    """
-    # torchrun's processes share a terminal: the first one says what goes on
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-        yield lambda text, part: None
-        return
-
-    def tell(text: str, part: float | None) -> None:
-        done = round(BAR * min(max(part or 0.0, 0.0), 1.0))
-        bar = "" if part is None else f"[{'#' * done}{'.' * (BAR - done)}] "
-        # what does not fit in a line could not be wiped away
-        line = f"{bar}{printable(text)} …"[: shutil.get_terminal_size().columns - 1]
-        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-
-    print(f"{what} …", end="", file=sys.stderr, flush=True)
-    try:
-        yield tell
-    finally:
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

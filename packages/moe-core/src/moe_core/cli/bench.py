@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moe_core_cli.commands.checks import token_counts
+
 from moe_core.cli import _arguments
 from moe_core.cli._bench_ranks import RankLayer, measure_ranks
-from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer, token_counts
+from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer
 from moe_core.cli._output import check_spares, check_writable, duration, emit, progress, table
 from moe_core.cli._ranks import Ranks, ranks_of
 from moe_core.device import DeviceInfo
 from moe_core.environment import distribution_version
-from moe_core.errors import ConfigError
 from moe_core.selection import SelectionError
 from moe_core.whole_file import write_whole
 
@@ -48,14 +48,6 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     from moe_core.quant_key import key_name
 
     counts = token_counts(args.tokens)
-    for option, unit in (("budget", "seconds"), ("bandwidth", "GB/s"), ("rate", "TFLOP/s")):
-        value = getattr(args, option)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{option} {value}: expected a positive number of {unit}")
-    if not 0 <= args.skew < math.inf:
-        raise ConfigError(f"--skew {args.skew}: expected a number of 0 or more")
-    if args.fail_slower is not None and (args.compare is None or not 0 <= args.fail_slower < math.inf):
-        raise ConfigError(f"--fail-slower {args.fail_slower:g}: expected a percentage, beside --compare FILE")
     earlier = None if args.compare is None else read_results(args.compare)
     for path in (args.output, args.svg):
         if path is not None and (ranks is None or ranks.is_first):

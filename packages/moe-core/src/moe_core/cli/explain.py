@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from moe_core_cli.commands.checks import names_of
 from moe_core_cli.terminal.console import complain
 
 from moe_core.cli import _arguments, _prepare_finalize, _report
 from moe_core.cli._all_layers import explain_all
-from moe_core.cli._devices import Explained, compare, names_of
+from moe_core.cli._devices import Explained, compare
 from moe_core.cli._output import emit
 from moe_core.cli._select import select, select_over_ranks
-from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_core.column_cut import ColumnCut
@@ -24,24 +24,15 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
-    _arguments.check_tokens(args.tokens)
-    parallel = _arguments.parallel_of(args)
-    if parallel is None and (args.all2all is not None or args.machine is not None):
-        raise ConfigError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
-    names = names_of(args.device)
-    if args.all_layers and (args.path is None or args.layer is not None):
-        raise ConfigError("--all-layers is for a checkpoint folder, without --layer")
-    _arguments.check_origin(args)
     if args.all_layers:
-        if len(names) > 1:
-            raise ConfigError(f"--all-layers is of one device, got --device {args.device!r}")
         return explain_all(args)
+    names = names_of(args.device)
     if len(names) > 1:
         return compare(args, names, _explain)
     one = _explain(args)
     emit(args.json, one.data, one.text)
     if not one.fits:
-        what = "backend" if parallel is None else "prepare/finalize"
+        what = "backend" if one.over_ranks is None else "prepare/finalize"
         complain(f"moe explain: no {what} fits; the report says why")
     return 0 if one.fits else 2
 

@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
     from moe_core.checkpoint import Checkpoint, read_layer
 
     started = time.perf_counter()
-    _arguments.check_tokens(args.tokens)
     scheme = _scheme(args.scheme)
     device = _arguments.device_of(args.device)
     with _folder(args.keep) as folder:

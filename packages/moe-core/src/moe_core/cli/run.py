@@ -40,8 +40,6 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
 
     dtype = _arguments.dtype_of(args.dtype)
     device = _arguments.device_of(args.device) if ranks is None else ranks.device
-    _arguments.check_tokens(args.tokens, least=0)
-    _arguments.check_seed(args.seed)
     checkpoint = Checkpoint.open(args.path)
     source = _arguments.source_of(args, checkpoint)
     if args.output is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_core_cli.commands.checks import token_counts
+
 from moe_core.cli import _arguments
-from moe_core.cli._layers import Layer, kinds_of_layers, token_counts
+from moe_core.cli._layers import Layer, kinds_of_layers
 from moe_core.cli._output import check_spares, check_writable, emit, locked, progress, table
 from moe_core.errors import ConfigError
 from moe_core.whole_file import write_whole, writing
@@ -32,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     counts = token_counts(args.tokens)
-    if not 0 < args.budget < math.inf:
-        raise ConfigError(f"--budget {args.budget}: expected a positive number of seconds")
     device, gpu = _gpu(args.device)
     path = _path(args, gpu)
     # a file that is not replaced is refused before anything is measured

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import os
+import shutil
 import sys
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 #: characters of our own, where a terminal has no such letters
@@ -13,6 +16,8 @@ _PLAIN = {"µ": "u", "×": "x", "…": "...", "–": "-", "−": "-", "—": "-"
 
 #: longer lines are somebody's mistake: a tensor's name, an argument of a million digits
 LONGEST_LINE = 1000
+#: characters of a progress bar
+BAR = 24
 
 
 def prepare() -> None:
@@ -29,6 +34,11 @@ def _encode_plain(error: UnicodeError) -> tuple[str | bytes, int]:
     text = error.object[error.start : error.end]
     plain = "".join(_PLAIN.get(letter) or letter.encode("ascii", "backslashreplace").decode() for letter in text)
     return plain, error.end
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes in place of characters that a terminal might take as a command."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _shortened(line: str) -> str:
@@ -61,6 +71,35 @@ def complain(text: str) -> None:
     except OSError:
         # nobody is left to tell
         _to_nowhere(sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str, float | None], None]]:
+    """Show a line on stderr while something lasts, if stderr is a terminal.
+
+    Args:
+        what: What goes on.
+
+    Yields:
+        A function that replaces the line: its text, and the part that is done (0 to 1, shown as a bar) or None.
+    """
+    # torchrun's processes share a terminal: the first one says what goes on
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        yield lambda text, part: None
+        return
+
+    def tell(text: str, part: float | None) -> None:
+        done = round(BAR * min(max(part or 0.0, 0.0), 1.0))
+        bar = "" if part is None else f"[{'#' * done}{'.' * (BAR - done)}] "
+        # what does not fit in a line could not be wiped away
+        line = f"{bar}{printable(text)} …"[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+
+    print(f"{what} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield tell
+    finally:
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 def abandon_stdout() -> None:

@@ -1,0 +1,56 @@
+"""Models in the local cache of the Hugging Face Hub, by name.
+
+Nothing is downloaded, and huggingface_hub need not be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+#: a repository on the Hub: owner/name
+_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` reads like the name of a model on the Hub."""
+    return _NAME.fullmatch(text) is not None and not text.startswith("-")
+
+
+def cache() -> Path:
+    """The cache's folder, by the environment variables that huggingface_hub reads."""
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if named:
+        return _expanded(named)
+    home = os.environ.get("HF_HOME")
+    if home:
+        return _expanded(home) / "hub"
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+
+
+def snapshot(name: str) -> Path | None:
+    """The folder of a cached model: revision ``main``, else the newest one with a config.json; None if there is none.
+
+    Args:
+        name: "owner/name".
+
+    Returns:
+        The snapshot's folder, which has a config.json.
+    """
+    try:
+        model = cache() / f"models--{name.replace('/', '--')}"
+        folders = [config.parent for config in model.glob("snapshots/*/config.json")]
+        if not folders:
+            return None
+        main = model / "refs" / "main"
+        revision = main.read_text(encoding="utf-8").strip() if main.is_file() else None
+        stated = [folder for folder in folders if folder.name == revision]
+        return stated[0] if stated else max(folders, key=lambda folder: folder.stat().st_mtime)
+    except (OSError, UnicodeDecodeError):
+        # a cache that can't be read has no model
+        return None
+
+
+def _expanded(text: str) -> Path:
+    return Path(os.path.expandvars(text)).expanduser()
