@@ -6,6 +6,7 @@ import argparse
 
 from moe_core_cli.command_api import (
     Command,
+    RefusedError,
     add_activation_key,
     add_backend,
     add_checkpoint,
@@ -13,6 +14,9 @@ from moe_core_cli.command_api import (
     add_dtype,
     add_quantize,
     add_seed,
+    check_file,
+    check_folder,
+    check_least,
     path,
     whole,
 )
@@ -24,8 +28,12 @@ from there to the last.  Without --greedy the checkpoint's generation_config.jso
 
 _PERPLEXITY = """\
 exp of the mean negative log-likelihood of the tokens of --text, each predicted from those before it in its window.
-Windows begin --stride tokens apart; where they overlap, a token counts in the first that has it.  So two formats, or
-two backends (--backend, --experts), compare on the same text."""
+Windows begin --stride tokens apart, at most --window; where they overlap, a token is scored in the first that has it.
+The first token of the text is never scored; without overlap, neither is the first of any other window.  So two formats,
+or two backends (--backend, --experts), compare on the same text."""
+
+#: default of --window, unless the model takes fewer tokens
+WINDOW = 2048
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -66,15 +74,55 @@ def _model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check_generate(args: argparse.Namespace) -> None:
+    check_least(args, max_new_tokens=1, batch=1)
+    check_folder(args)
+
+
+def check_windows(args: argparse.Namespace, longest: int | None = None) -> int:
+    """Find the window that ``--window`` and ``--stride`` ask for.
+
+    Args:
+        args: Parsed arguments: ``window``, ``stride`` and ``max_tokens``, None where not given.
+        longest: Tokens that the model takes, None where unknown.
+
+    Returns:
+        Tokens of a window.
+
+    Raises:
+        RefusedError: A number is too small, the window is longer than the model takes, or windows that are ``stride``
+            tokens apart leave tokens out.
+    """
+    check_least(args, window=2, stride=1, max_tokens=2)
+    window: int = args.window or min(WINDOW, longest or WINDOW)
+    if longest is not None and window > longest:
+        raise RefusedError(f"--window {window}: the model takes {longest} tokens (max_position_embeddings)")
+    if args.stride is not None and args.stride > window:
+        default = "" if args.window is not None else " (the default)"
+        raise RefusedError(
+            f"--stride {args.stride}: expected --window {window}{default} or less; tokens between windows would not be "
+            "scored"
+        )
+    return window
+
+
+def _check_perplexity(args: argparse.Namespace) -> None:
+    check_windows(args)
+    check_file(args, "text")
+    check_folder(args)
+
+
 GENERATE = Command(
     "generate text with a whole model; show speed and memory",
     _generate,
     "moe_transformers.commands.generate:run",
     _GENERATE,
+    _check_generate,
 )
 PERPLEXITY = Command(
     "measure how well a whole model predicts a text",
     _perplexity,
     "moe_transformers.commands.perplexity:run",
     _PERPLEXITY,
+    _check_perplexity,
 )

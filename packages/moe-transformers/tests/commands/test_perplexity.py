@@ -6,6 +6,8 @@ What is compared with a model that the test runs itself, or names a backend, is 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,16 +88,44 @@ def test_formats_compare(moe: Any, plain: Path, text: Path, tmp_path: Path) -> N
 def test_text_for_people(moe: Any, folder: Path, text: Path) -> None:
     lines = moe("perplexity", folder, "--text", text, "--window", 40, "--stride", 20, *ON_CPU).out.splitlines()
     assert lines[0].startswith("perplexity ")
-    assert lines[0].endswith(f" of 87 tokens of {text} (windows of 40, 20 apart)")
+    assert lines[0].endswith(
+        f" of 87 tokens of {text} (windows of 40, 20 apart; every token but the first of the text)"
+    )
     assert lines[1].startswith("experts: fp8 by torch (2 layers); ")
     assert lines[2].startswith("88 tokens in ")
+
+
+@pytest.mark.parametrize(("window", "stride", "unscored"), [(32, 32, 2), (40, 8, 1), (64, 64, 1)])
+def test_which_tokens_are_scored(moe: Any, folder: Path, text: Path, window: int, stride: int, unscored: int) -> None:
+    sizes = ("--window", window, "--stride", stride, "--max-tokens", 50, "--json", *ON_CPU)
+    data = moe("perplexity", folder, "--text", text, *sizes).data
+    assert (data["scored_tokens"], data["skipped_tokens"]) == (50 - unscored, unscored)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["perplexity", "/nonexistent", "--text", "/dev/null"],
+        ["perplexity", "/", "--text", "/nonexistent"],
+        ["perplexity", "/", "--text", "/dev/null", "--stride", "4096"],
+        ["perplexity", "/", "--text", "/dev/null", "--window", "8", "--stride", "9"],
+        ["generate", "/nonexistent", "--prompt", "x"],
+        ["generate", "/", "--prompt", "x", "--batch", "0"],
+    ],
+)
+def test_refused_before_anything_heavy_is_imported(arguments: list[str]) -> None:
+    code = f"import sys\nfrom moe_core_cli.main import main\nprint(main({arguments}))\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended, loaded = done.stdout.splitlines()
+    assert (ended, done.stderr.count("\n")) == ("2", 1)
+    assert not {"torch", "numpy", "transformers", "moe_core", "moe_transformers"} & set(loaded.split())
 
 
 def test_refused(moe: Any, folder: Path, bare: Path, text: Path, tmp_path: Path) -> None:
     def refuses(path: Path, *arguments: object, match: str) -> None:
         moe.refuses("perplexity", path, *arguments, match=match)
 
-    refuses(folder, "--text", tmp_path / "nowhere", match=r"nowhere: No such file")
+    refuses(folder, "--text", tmp_path / "nowhere", match=r"nowhere can't be read: No such file")
     (tmp_path / "latin").write_bytes(b"caf\xe9 ")
     refuses(folder, "--text", tmp_path / "latin", match="is no text in UTF-8: .* at byte 3")
     (tmp_path / "one").write_text("x")
@@ -104,6 +134,9 @@ def test_refused(moe: Any, folder: Path, bare: Path, text: Path, tmp_path: Path)
     refuses(folder, "--text", text, "--window", 1, match="--window 1: expected 2 or more")
     refuses(folder, "--text", text, "--stride", 0, match="--stride 0: expected 1 or more")
     refuses(folder, "--text", text, "--window", 8, "--stride", 9, match="--stride 9: expected --window 8 or less")
+    # the model takes 128 tokens, which are the window where none is given
+    refuses(folder, "--text", text, "--stride", 129, match=r"--stride 129: expected --window 128 \(the default\)")
+    refuses(folder, "--text", text, "--stride", 4096, match=r"--stride 4096: expected --window 2048 \(the default\)")
     refuses(folder, "--text", text, "--window", 129, match="--window 129: the model takes 128 tokens")
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from moe_core import Checkpoint, ConfigError
-from moe_core.command_api import check_seed, duration, emit, progress, seconds_since
+from moe_core import Checkpoint
+from moe_core.command_api import duration, emit, progress, seconds_since
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -19,10 +19,6 @@ from moe_transformers.commands.tokens import tokenizer_of, tokens_of
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code."""
-    for name in ("max_new_tokens", "batch"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
-    check_seed(args.seed)
     # everything about the prompt is checked before gigabytes are read
     Checkpoint.open(args.path)
     tokenizer = tokenizer_of(args)

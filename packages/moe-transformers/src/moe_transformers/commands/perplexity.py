@@ -11,30 +11,28 @@ from typing import Any
 import torch
 from moe_core import Checkpoint, ConfigError
 from moe_core.command_api import duration, emit, progress, seconds_since
+from moe_transformers_cli import check_windows
 from torch import Tensor
+from transformers import AutoConfig
 
-from moe_transformers.commands.model import Loaded, load, rate, summary
+from moe_transformers.commands.model import Loaded, load, of_transformers, rate, summary
 from moe_transformers.commands.tokens import tokenizer_of, tokens_of
 
-#: tokens of a window where nothing is said
-WINDOW = 2048
 #: rows of logits that become float32 at once
 _ROWS = 256
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 1 where the model's output is not finite."""
-    _check(args)
     # everything about the text is checked before gigabytes are read
     Checkpoint.open(args.path)
     tokens = tokens_of(args, tokenizer_of(args), _read(args), "--text")[: args.max_tokens]
     if len(tokens) < 2:
         raise ConfigError(f"--text {args.text} has {len(tokens)} token, expected 2 or more: one to predict another")
+    with of_transformers(args):
+        config = AutoConfig.from_pretrained(args.path).get_text_config()
+    window = check_windows(args, getattr(config, "max_position_embeddings", None))
     loaded = load(args)
-    longest = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    window = args.window or min(WINDOW, longest or WINDOW)
-    if longest is not None and window > longest:
-        raise ConfigError(f"--window {window}: the model takes {longest} tokens (max_position_embeddings)")
     spans = list(windows(len(tokens), window, args.stride or window))
     total, scored, start = 0.0, 0, time.perf_counter()
     for number, (begin, first, end) in enumerate(spans, 1):
@@ -49,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         "text": str(args.text),
         "tokens": len(tokens),
         "scored_tokens": scored,
+        # nothing in their windows stands before these
+        "skipped_tokens": len(tokens) - scored,
         "window": window,
         "stride": args.stride or window,
         "negative_log_likelihood": mean,
@@ -89,22 +89,17 @@ def negative_log_likelihood(loaded: Loaded, tokens: Tensor, count: int) -> float
     return total
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for numbers that make no windows."""
-    for name, least in (("window", 2), ("stride", 1), ("max_tokens", 2)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
-    if args.stride is not None and args.window is not None and args.stride > args.window:
-        raise ConfigError(f"--stride {args.stride}: expected --window {args.window} or less, or tokens are left out")
-
-
 def _read(args: argparse.Namespace) -> str:
     try:
         text: str = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {args.text} is no text in UTF-8: {error.reason} at byte {error.start}") from None
     return text
+
+
+def _unscored(data: dict[str, Any]) -> str:
+    """Whose first token has none before it, so that it is not scored."""
+    return "the text" if data["skipped_tokens"] == 1 else f"each of {data['skipped_tokens']} windows"
 
 
 def _exp(mean: float) -> float:
@@ -117,7 +112,7 @@ def _exp(mean: float) -> float:
 def _text(data: dict[str, Any]) -> str:
     return (
         f"perplexity {data['perplexity']:.4f} of {data['scored_tokens']} tokens of {data['text']} "
-        f"(windows of {data['window']}, {data['stride']} apart)\n"
+        f"(windows of {data['window']}, {data['stride']} apart; every token but the first of {_unscored(data)})\n"
         f"{summary(data)}\n"
         f"{data['tokens']} tokens in {duration(data['seconds'])} ({rate(data['tokens_per_second'])})"
     )
