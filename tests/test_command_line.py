@@ -44,6 +44,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write = registry().scheme(scheme).write_quickstart
         assert write is not None
         write(folder / scheme)
+    (folder / "plain").mkdir()
+    config = json.loads((folder / "fp8" / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "plain" / "config.json").write_text(json.dumps(config))
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in (0, 1) for expert in range(16)]
+    shapes = {"gate_proj": (256, 512), "up_proj": (256, 512), "down_proj": (512, 256)}
+    plain = {f"{e}.{name}.weight": torch.zeros(s).bfloat16() for e in experts for name, s in shapes.items()}
+    save_file(plain, folder / "plain" / "model.safetensors")
     (folder / "empty").mkdir()
     (folder / "text").write_text("no checkpoint")
     (folder / "no json").mkdir()
@@ -198,6 +206,15 @@ LINES: list[tuple[str, int, str]] = [
     ("run odd", 2, "w8a8_fp8, w8a8_int8 (-v: details)"),
     ("run odd -v", 2, "GPTQ (wna16): quant_method is 'fp9', expected 'gptq'"),
     ("explain dense --all-layers", 2, "moe explain: "),
+    (
+        "explain plain",
+        2,
+        "is not quantised: its weights are BF16 without scales; as 16-bit experts they can be quantised",
+    ),
+    ("explain plain", 2, "quantize (--quantize) is one of fp8_per_tensor, int8_per_channel, mxfp4, int4"),
+    ("explain plain -v", 2, "int4_g64_asym"),
+    ("explain plain --all-layers", 2, "layers 0-1: plain: model.layers.0.mlp.experts is not quantised"),
+    ("explain plain --quantize int4_g32 --device h100", 0, "kInt4Static32"),
     ("run org/model", 2, "moe run: "),
     ("run fp8/config.json", 2, "moe run: "),
     ("run fp8 --layer 99", 2, "layers that have: 0-1"),
@@ -282,6 +299,15 @@ def test_command_lines(moe: Callable[..., Result], line: str, code: int, part: s
     result = moe(line)
     assert result.code == code, result.out + result.err
     assert part in (result.err if code == 2 and not result.out else result.out + result.err)
+
+
+def test_why_no_format_reads_a_layer_is_one_line(moe: Callable[..., Result]) -> None:
+    for folder in ("plain", "odd"):
+        result = moe(f"explain {folder}")
+        assert result.err.count("\n") == 1
+        assert "\\n" not in result.err
+        assert len(result.err) < 400
+    assert "quant_method is None, expected 'gptq'" in moe("explain plain -v").err
 
 
 def test_there_are_enough() -> None:

@@ -12,6 +12,7 @@ import torch
 from moe_core.checkpoint.detect import Detected, detect_format
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
+from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.unquantized import UnquantizedFormat
 from moe_core.config import FusedMoEConfig
@@ -23,6 +24,8 @@ from moe_core.weights import MoEWeights
 
 #: bytes of 16-bit weights that are held at a time; one expert at least
 CHUNK_BYTES = 256 << 20
+#: names of quantizations that an error lists; its details have all of them
+MOST_NAMES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +129,20 @@ def detect(
     try:
         return detect_format(checkpoint, layer, plugins)
     except CheckpointError as error:
-        names = ", ".join(plugins.online_names())
+        names = plugins.online_names()
         if not names or isinstance(UnquantizedFormat().resolve(checkpoint.quantization, layer), str):
             raise
+        listed, details = ", ".join(names), error.details
+        if len(names) > MOST_NAMES:
+            details = f"{details}\nquantize (--quantize): {listed}".lstrip("\n")
+            firsts = (
+                next((one.name for one in scheme.online if one.name in names), None) for scheme in plugins.schemes()
+            )
+            listed = f"{', '.join(name for name in firsts if name is not None)} … ({len(names)} in all)"
+        reason = error.message
+        if checkpoint.quantization.get("quant_method") is None:
+            reason = f"{checkpoint.path}: {layer.prefix} is not quantised: {unquantized_reason(layer)}"
         raise CheckpointError(
-            f"{error}; they can be quantised at load: quantize (--quantize) is one of {names}"
+            f"{reason}; as 16-bit experts they can be quantised at load: quantize (--quantize) is one of {listed}",
+            details=details,
         ) from None

@@ -36,7 +36,8 @@ class _Layer:
     def kind(self) -> tuple[Any, ...]:
         """What layers that are shown in one row have in common."""
         if self.report is None:
-            return (self.fault,)
+            # layers that are broken alike differ in the numbers of their tensors
+            return (self.fault.replace(f".{self.index}.", ".*."),)
         report = self.report
         config = replace(report.config, routing=None)
         return (report.scheme, self.format, config, report.weight_key, report.activation_key, report.chosen)
@@ -66,7 +67,7 @@ def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequen
         try:
             source: LayerSource = _arguments.source_of(args, checkpoint, index, parallel=parallel)
         except MoEError as error:
-            yield _Layer(index, fault=str(error))
+            yield _Layer(index, fault=str(error) if args.verbose else error.message)
             continue
         request = source.scheme, source.config, source.weight_key, source.activation_key
         if request not in known:
