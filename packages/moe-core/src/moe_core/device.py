@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_core import cards
+from moe_core.cards import Card, card_of, plain_name
 from moe_core.errors import ConfigError, did_you_mean
-
-#: words of a driver's name that say in which form a card comes
-_FORM = r"sxm\d?|pcie|nvl|hbm\de?|\d+gb|blackwell|server|workstation|edition|max|q|generation"
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,9 @@ class DeviceInfo:
         """
         if not isinstance(text, str):
             raise ConfigError(f"a device is a name (sm90, gfx942, h200, cpu), got {text!r}")
-        words = (word for word in re.split(r"[\s_-]+", text.lower()) if not re.fullmatch(_FORM, word))
-        name = re.sub(r"nvidia|geforce|tesla|amd|instinct|radeon", "", "".join(words))
-        if name in CARDS:
-            return CARDS[name]
+        card, name = card_of(text), plain_name(text)
+        if card is not None:
+            return CARDS[card.name]
         if re.fullmatch(r"sm\d{2,3}[af]?", name):
             return _of_sm(int(name.rstrip("af")[2:]))
         if name in _KNOWN:
@@ -176,70 +174,20 @@ _KNOWN: dict[str, DeviceInfo] = {
 }
 
 
-def _card(name: str, arch: str, multiprocessors: int, l2_mib: int, memory_gib: int, bandwidth: int) -> DeviceInfo:
-    typical = _KNOWN.get(arch) or DeviceInfo("hip", arch, shared_memory=64 << 10)
+def _of_card(card: Card) -> DeviceInfo:
+    typical = _KNOWN.get(card.arch) or DeviceInfo("hip", card.arch, shared_memory=64 << 10)
     return replace(
         typical,
-        name=name,
-        multiprocessors=multiprocessors,
-        l2_cache=l2_mib << 20,
-        memory=memory_gib << 30,
-        bandwidth=bandwidth,
+        name=card.name,
+        multiprocessors=card.multiprocessors,
+        l2_cache=card.l2_mib << 20,
+        memory=card.memory_gib << 30,
+        bandwidth=card.bandwidth,
     )
 
 
-#: By name: multiprocessors (of one die, where torch sees two devices), MiB of L2 cache, GiB of memory, and its GB/s.
-CARDS: dict[str, DeviceInfo] = {
-    name: _card(name, arch, *sizes)
-    for name, arch, *sizes in (
-        ("v100", "sm70", 80, 6, 32, 900),
-        ("t4", "sm75", 40, 4, 16, 320),
-        ("rtx2080ti", "sm75", 68, 5, 11, 616),
-        ("a30", "sm80", 56, 24, 24, 933),
-        ("a100", "sm80", 108, 40, 80, 2039),
-        ("a800", "sm80", 108, 40, 80, 2039),
-        ("a10", "sm86", 72, 6, 24, 600),
-        ("a10g", "sm86", 80, 6, 24, 600),
-        ("a40", "sm86", 84, 6, 48, 696),
-        ("a6000", "sm86", 84, 6, 48, 768),
-        ("rtxa6000", "sm86", 84, 6, 48, 768),
-        ("rtx3090", "sm86", 82, 6, 24, 936),
-        ("orin", "sm87", 16, 4, 64, 205),
-        ("l4", "sm89", 58, 48, 24, 300),
-        ("l20", "sm89", 92, 96, 48, 864),
-        ("l40", "sm89", 142, 96, 48, 864),
-        ("l40s", "sm89", 142, 96, 48, 864),
-        ("rtx4090", "sm89", 128, 72, 24, 1008),
-        ("rtx6000ada", "sm89", 142, 96, 48, 960),
-        ("h20", "sm90", 78, 60, 96, 4022),
-        ("h100", "sm90", 132, 50, 80, 3352),
-        ("h800", "sm90", 132, 50, 80, 3352),
-        ("h200", "sm90", 132, 50, 141, 4916),
-        ("gh200", "sm90", 132, 50, 96, 4022),
-        ("b200", "sm100", 148, 126, 192, 8000),
-        ("gb200", "sm100", 148, 126, 192, 8000),
-        ("b300", "sm103", 148, 126, 288, 8000),
-        ("gb300", "sm103", 148, 126, 288, 8000),
-        ("thor", "sm110", 20, 32, 128, 273),
-        ("rtx5080", "sm120", 84, 64, 16, 960),
-        ("rtx5090", "sm120", 170, 96, 32, 1792),
-        ("rtxpro6000", "sm120", 188, 128, 96, 1792),
-        ("gb10", "sm121", 48, 24, 128, 273),
-        ("dgxspark", "sm121", 48, 24, 128, 273),
-        ("mi100", "gfx908", 120, 8, 32, 1229),
-        ("mi210", "gfx90a", 104, 8, 64, 1638),
-        ("mi250", "gfx90a", 104, 8, 64, 1638),
-        ("mi250x", "gfx90a", 110, 8, 64, 1638),
-        ("mi300a", "gfx942", 228, 4, 128, 5300),
-        ("mi300x", "gfx942", 304, 4, 192, 5300),
-        ("mi308x", "gfx942", 80, 4, 192, 5300),
-        ("mi325x", "gfx942", 304, 4, 256, 6000),
-        ("mi350x", "gfx950", 256, 4, 288, 8000),
-        ("mi355x", "gfx950", 256, 4, 288, 8000),
-        ("rx7900xtx", "gfx1100", 96, 6, 24, 960),
-        ("rx9070xt", "gfx1201", 64, 8, 16, 640),
-    )
-}
+#: the cards of :mod:`moe_core.cards`, by name
+CARDS: dict[str, DeviceInfo] = {name: _of_card(card) for name, card in cards.CARDS.items()}
 
 
 @dataclass(frozen=True)

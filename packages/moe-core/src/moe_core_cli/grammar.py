@@ -56,7 +56,12 @@ _EXPLAIN = """\
 The layer is one of a checkpoint folder, or described by --scheme and --shape.  Prints what was chosen, which preferred
 backends were not and why, and the memory that the layer takes: weights as the backend lays them out, the most that is
 allocated while they are converted, workspace of a call with --tokens tokens.  --all-layers does so for every MoE layer
-of a checkpoint, with the total.  Exit code 2 where no backend fits.
+of a checkpoint, with the total and the largest.  Exit code 2 where no backend fits.
+
+On a card (--device h100, rtx4090, mi300x …; an architecture is none) it compares what the whole checkpoint needs with
+the card's memory, layers taken to be alike unless --all-layers reads each, and states the floor of a call with 1, 32
+and 4096 tokens: the larger of the experts' bytes over the bandwidth and of operations over the rate of dense products,
+by data sheets.  Exit code 1 where the model cannot fit.
 
 With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which prepare/finalize classes (all2all
 backends) go with which backends and why others do not, the bytes and the time of each with --tokens tokens per rank,

@@ -161,6 +161,11 @@ class Checkpoint:
         """The files that hold the tensors."""
         return frozenset(self._files.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, headers included."""
+        return sum(state.size for state in self._states.values())
+
     def __contains__(self, name: object) -> bool:
         return name in self._files
 

@@ -11,6 +11,7 @@ from moe_core_cli.terminal.console import complain
 
 from moe_core.checkpoint.experts import ranges
 from moe_core.cli import _arguments, _report
+from moe_core.cli._fit import Fit, Floors, fit_lines, fit_of, floor_lines, floors_of, other_bytes, refusal, total_floor
 from moe_core.cli._output import bytes_text, emit, progress, table
 from moe_core.cli._select import select
 from moe_core.errors import MoEError
@@ -31,6 +32,7 @@ class _Layer:
     memory: LayerMemory | None = None
     fault: str = ""
     assumed: str | None = None
+    stored: int = 0
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -44,7 +46,8 @@ class _Layer:
 
 
 def explain_all(args: argparse.Namespace) -> int:
-    """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it."""
+    """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it, 1 where the model does
+    not fit the card."""
     from moe_core.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(args.path)
@@ -54,10 +57,29 @@ def explain_all(args: argparse.Namespace) -> int:
     with progress(f"reading the names of {len(indices)} layers"):
         layers = list(_explained(args, checkpoint, indices))
     failed = [layer for layer in layers if layer.report is None or layer.report.chosen is None]
-    emit(args.json, _data(args, layers), _text(args, layers))
+    fit, floors = _figures(args, checkpoint, layers)
+    emit(args.json, _data(args, layers, fit, floors), _text(args, layers, fit, floors))
     if failed:
         complain(f"moe explain: {len(failed)} of {len(layers)} layers can't be run")
-    return 2 if failed else 0
+        return 2
+    if fit is not None and not fit.fits:
+        report = next(layer.report for layer in layers if layer.report is not None)
+        complain(refusal(fit, str(report.device)))
+        return 1
+    return 0
+
+
+def _figures(args: argparse.Namespace, checkpoint: Checkpoint, layers: list[_Layer]) -> tuple[Fit | None, list[Floors]]:
+    """The verdict on all layers together, and the floors of each; without those that can't be run."""
+    parallel = _arguments.parallel_of(args)
+    told = [(layer.report, layer.memory) for layer in layers if layer.report is not None and layer.memory is not None]
+    if not told:
+        return None, []
+    other = other_bytes(checkpoint, sum(layer.stored for layer in layers))
+    memories = [memory for _, memory in told]
+    fit = fit_of(told[0][0].device, memories, other=other // (1 if parallel is None else parallel.tp_size))
+    floors = [] if parallel is not None else [floors_of(report, memory) for report, memory in told]
+    return fit, [one for one in floors if one is not None]
 
 
 def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequence[int]) -> Iterator[_Layer]:
@@ -73,21 +95,23 @@ def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequen
         if request not in known:
             known[request] = select(args, *request)
         report, memory = known[request]
-        yield _Layer(index, source.format.name, report, memory, assumed=source.assumed)
+        yield _Layer(index, source.format.name, report, memory, assumed=source.assumed, stored=source.layer.nbytes)
 
 
 def _totals(layers: list[_Layer]) -> dict[str, int]:
-    """Bytes of all layers on one device: their weights; at most while the last is loaded; the workspace they share."""
+    """Bytes of all layers on one device: their weights, and those of the largest; at most while the last is loaded; the
+    workspace they share."""
     told = [layer.memory for layer in layers if layer.memory is not None]
     weights = sum(memory.weights for memory in told)
     return {
         "weights": weights,
+        "largest_layer": max((memory.weights for memory in told), default=0),
         "load_peak": max((weights - memory.weights + memory.load_peak for memory in told), default=0),
         "workspace": max((memory.workspace or 0 for memory in told), default=0),
     }
 
 
-def _data(args: argparse.Namespace, layers: list[_Layer]) -> dict[str, Any]:
+def _data(args: argparse.Namespace, layers: list[_Layer], fit: Fit | None, floors: list[Floors]) -> dict[str, Any]:
     return {
         "checkpoint": str(args.path),
         "layers": [
@@ -102,10 +126,12 @@ def _data(args: argparse.Namespace, layers: list[_Layer]) -> dict[str, Any]:
             for layer in layers
         ],
         "total": _totals(layers),
+        "fit": None if fit is None else fit.as_dict(),
+        "floor": total_floor(floors),
     }
 
 
-def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
+def _text(args: argparse.Namespace, layers: list[_Layer], fit: Fit | None, floors: list[Floors]) -> str:
     by_kind: dict[Any, list[_Layer]] = {}
     for layer in layers:
         by_kind.setdefault(layer.kind, []).append(layer)
@@ -131,9 +157,11 @@ def _text(args: argparse.Namespace, layers: list[_Layer]) -> str:
         "",
         (
             f"total: weights {bytes_text(total['weights'])}, up to {bytes_text(total['load_peak'])} at load; "
-            f"workspace {bytes_text(total['workspace'])} for {args.tokens} tokens if the layers share it"
+            f"workspace {bytes_text(total['workspace'])} for {args.tokens} tokens if the layers share it; "
+            f"largest layer {bytes_text(total['largest_layer'])}"
         ),
     ]
+    lines += [*fit_lines(fit), *floor_lines(floors)]
     lines += [f"note: {note}" for note in dict.fromkeys(layer.assumed for layer in layers) if note is not None]
     return "\n".join(lines)
 

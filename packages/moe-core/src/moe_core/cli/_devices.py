@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moe_core_cli.terminal.console import complain
 
 from moe_core.cli import _report
+from moe_core.cli._fit import refusal
 from moe_core.cli._output import bytes_text, duration, emit, table
 from moe_core.cli._prepare_finalize import sizes
 
 if TYPE_CHECKING:
+    from moe_core.cli._fit import Fit
     from moe_core.memory import LayerMemory
     from moe_core.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.selection import SelectionReport
 
-_HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace")
+_HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace", "needs", "fits")
 #: over several ranks, behind those
 _OVER_RANKS = ("prepare/finalize", "total")
 
@@ -32,6 +34,7 @@ class Explained(NamedTuple):
     memory: LayerMemory | None
     fits: bool
     over_ranks: PrepareFinalizeSelection | None = None
+    fit: Fit | None = None
 
 
 def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argparse.Namespace], Explained]) -> int:
@@ -51,7 +54,11 @@ def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argpa
     without = [name for name, one in zip(names, found, strict=True) if not one.fits]
     if without:
         complain(f"moe explain: nothing fits on {', '.join(without)}")
-    return 2 if without else 0
+        return 2
+    full = [(name, one.fit) for name, one in zip(names, found, strict=True) if one.fit is not None and not one.fit.fits]
+    for name, fit in full:
+        complain(refusal(fit, name))
+    return 1 if full else 0
 
 
 def _said(one: Explained) -> list[str]:
@@ -78,10 +85,11 @@ def _row(name: str, one: Explained) -> tuple[str, ...]:
     chosen, memory, arch = one.report.chosen, one.memory, str(one.report.device)
     device = name if name == arch else f"{name} ({arch.partition('(')[2].rstrip(')') or arch})"
     if chosen is None:
-        return device, "-", "-", "-", "-", "-"
+        return device, "-", "-", "-", "-", "-", "-", "-"
     weights, workspace = "-", "-"
     if memory is not None:
         weights = bytes_text(memory.weights)
         workspace = "-" if memory.workspace is None else bytes_text(memory.workspace)
     tested = "yes" if chosen.is_tested_on(one.report.device) else "no"
-    return device, chosen.backend, chosen.experts.__name__, tested, weights, workspace
+    fits = ("-", "-") if one.fit is None else (bytes_text(one.fit.needed), "yes" if one.fit.fits else "no")
+    return device, chosen.backend, chosen.experts.__name__, tested, weights, workspace, *fits

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from moe_core_cli.commands.checks import names_of
 from moe_core_cli.terminal.console import complain
 
-from moe_core.cli import _arguments, _prepare_finalize, _report
+from moe_core.cli import _arguments, _fit, _prepare_finalize, _report
 from moe_core.cli._all_layers import explain_all
 from moe_core.cli._devices import Explained, compare
+from moe_core.cli._fit import fit_lines, fit_of, floor_lines, floors_of, other_bytes, total_floor
 from moe_core.cli._output import emit
 from moe_core.cli._select import select, select_over_ranks
 
@@ -34,19 +35,26 @@ def run(args: argparse.Namespace) -> int:
     if not one.fits:
         what = "backend" if one.over_ranks is None else "prepare/finalize"
         complain(f"moe explain: no {what} fits; the report says why")
-    return 0 if one.fits else 2
+        return 2
+    if one.fit is not None and not one.fit.fits:
+        complain(_fit.refusal(one.fit, str(one.report.device)))
+        return 1
+    return 0
 
 
 def _explain(args: argparse.Namespace) -> Explained:
     """What is said of one device."""
     parallel = _arguments.parallel_of(args)
     found: dict[str, Any] = {}
+    checkpoint, stored = None, 0
     cuts: Sequence[ColumnCut] = ()
     over_ranks: PrepareFinalizeSelection | None = None
     if args.path is not None:
         from moe_core.checkpoint import Checkpoint
 
-        source = _arguments.source_of(args, Checkpoint.open(args.path), parallel=parallel)
+        checkpoint = Checkpoint.open(args.path)
+        source = _arguments.source_of(args, checkpoint, parallel=parallel)
+        stored = source.layer.nbytes
         scheme, config, cuts = source.scheme, source.config, source.cuts
         keys = source.weight_key, source.activation_key
         found = {
@@ -68,12 +76,28 @@ def _explain(args: argparse.Namespace) -> Explained:
         found["columns"] = {"ranges": [list(share) for share in cut.ranges], "how": str(cut)}
         report, memory = _chosen(over_ranks)
     told = None if memory is None else vars(memory)
+    fit, floors = None, None
+    if memory is not None:
+        count, other = 1, 0
+        if checkpoint is not None:
+            # layers are taken to be alike: --all-layers reads each
+            count = len(checkpoint.moe_layers)
+            other = other_bytes(checkpoint, count * stored) // (1 if parallel is None else parallel.tp_size)
+        fit = fit_of(report.device, [memory], other=other, count=count)
+        floors = floors_of(report, memory) if parallel is None else None
     data = {**found, **report.as_dict(), "memory": told}
+    data["fit"] = None if fit is None else fit.as_dict()
+    data["floor"] = total_floor([] if floors is None else [floors])
     data["notes"] = [*found.get("notes", ()), *report.notes]
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
     fits = report.chosen is not None and (over_ranks is None or over_ranks.chosen is not None)
-    return Explained(data, _text(found, report, memory, args.verbose, over_ranks), report, memory, fits, over_ranks)
+    figures = fit_lines(fit)
+    if floors is not None:
+        figures += floor_lines([floors])
+        figures += floor_lines([floors] * fit.layers) if fit and fit.layers > 1 else []
+    text = _text(found, report, memory, args.verbose, over_ranks, figures)
+    return Explained(data, text, report, memory, fits, over_ranks, fit)
 
 
 def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:
@@ -96,6 +120,7 @@ def _text(
     memory: LayerMemory | None,
     verbose: bool,
     over_ranks: PrepareFinalizeSelection | None,
+    figures: list[str],
 ) -> str:
     lines = []
     if "checkpoint" in found:
@@ -107,6 +132,7 @@ def _text(
     lines += _report.note(report)
     if memory is not None:
         lines.append(_report.memory(report, memory))
+    lines += figures
     if "columns" in found and len(found["columns"]["ranges"]) > 1:
         lines.append(f"  columns      {found['columns']['how']}")
     if over_ranks is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moe_core.cards import CARDS
 from moe_core.config import whole_number
 from moe_core.errors import ConfigError, did_you_mean
 
@@ -232,11 +233,10 @@ def _nvlink(
     far: float,
     memory: float,
     cache: float,
-    rates: Mapping[int, float],
     measured: Mapping[str, Kind] | None = None,
     where: str = "",
 ) -> Machine:
-    """Units of data sheets: GB/s of each direction, TB/s of memory, MB of cache, TFLOP/s of dense products.
+    """Units of data sheets: GB/s of each direction, TB/s of memory, MB of cache; rates are those of the card.
 
     ``measured`` kinds of steps, and ``where``.
     """
@@ -246,7 +246,7 @@ def _nvlink(
         near=Link(near * 1e9, 1e-6),
         far=Link(far * 1e9, 4e-6),
         memory_bandwidth=memory * 1e12,
-        rates={bits: rate * 1e12 for bits, rate in rates.items()},
+        rates=CARDS[name].rates_by_bits,
         cache=cache * 1e6,
     )
     return machine if measured is None else replace(machine, kinds=measured, source=_SOURCE.format(where))
@@ -272,13 +272,11 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            _nvlink("a100", 8, 300, 25, 2.04, 40, {16: 312, 8: 624}),
-            _nvlink("h100", 8, 450, 50, 3.35, 50, {16: 989, 8: 1979}, _H100, "two and four GPUs of a host"),
-            _nvlink(
-                "h200", 8, 450, 50, 4.8, 50, {16: 989, 8: 1979}, _H200, "two GPUs of a host (what push attains: H100)"
-            ),
-            _nvlink("b200", 8, 900, 50, 7.7, 126, {16: 2250, 8: 4500, 4: 9000}),
-            _nvlink("gb200", 72, 900, 50, 8.0, 126, {16: 2500, 8: 5000, 4: 10000}),
+            _nvlink("a100", 8, 300, 25, 2.04, 40),
+            _nvlink("h100", 8, 450, 50, 3.35, 50, _H100, "two and four GPUs of a host"),
+            _nvlink("h200", 8, 450, 50, 4.8, 50, _H200, "two GPUs of a host (what push attains: H100)"),
+            _nvlink("b200", 8, 900, 50, 7.7, 126),
+            _nvlink("gb200", 72, 900, 50, 8.0, 126),
         )
     }
 )

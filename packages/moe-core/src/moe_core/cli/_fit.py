@@ -1,0 +1,213 @@
+"""Whether a model fits a card's memory, and how fast its experts can be at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cards import card_of
+from moe_core.cli import _report
+from moe_core.cli._machine import Limits
+from moe_core.cli._output import bytes_text, duration
+from moe_core.distributed.cost import active_experts, products_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moe_core.checkpoint import Checkpoint
+    from moe_core.device import DeviceInfo
+    from moe_core.memory import LayerMemory
+    from moe_core.selection import SelectionReport
+
+#: numbers of tokens that floors are stated for: decoding alone, a batch of it, a prompt
+TOKENS = (1, 32, 4096)
+#: operands of the product, by the element type that activations are quantized to
+_OPERANDS = {"e4m3": "fp8", "e5m2": "fp8", "int8": "int8", "e2m1": "fp4"}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model needs of one device's memory, in bytes.
+
+    Attributes:
+        memory: Of the device.
+        experts: Of all MoE layers, in the backend's layout.
+        layers: Number of MoE layers.
+        largest: Of the layer with the most expert bytes.
+        other: Everything else in the checkpoint, as stored; 0 for a layer without a checkpoint.
+        workspace: Which the layers share.
+        load_peak: Of all experts, at most while the last layer is loaded.
+    """
+
+    memory: int
+    experts: int
+    layers: int
+    largest: int
+    other: int
+    workspace: int
+    load_peak: int
+
+    @property
+    def needed(self) -> int:
+        """The most that exists at a time, without the KV cache."""
+        return self.other + max(self.experts + self.workspace, self.load_peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {**vars(self), "needed": self.needed, "fits": self.fits}
+
+    def __str__(self) -> str:
+        """ "yes: 29.8 GiB of 80.0 GiB (experts 27.2 GiB …)"."""
+        layers = f" in {self.layers} layers" if self.layers > 1 else ""
+        parts = [f"experts {bytes_text(self.experts)}{layers}", f"workspace {bytes_text(self.workspace)}"]
+        parts[1:1] = [f"everything else {bytes_text(self.other)}"] if self.other else []
+        if self.load_peak > self.experts + self.workspace:
+            parts[-1] = f"{bytes_text(self.load_peak - self.experts)} more at load"
+        least = "" if self.fits else f"; {-(-self.needed // self.memory)} such GPUs at least"
+        cache = "; the KV cache comes on top" if self.other else ""
+        needs = f"needs {bytes_text(self.needed)} of {bytes_text(self.memory)} ({', '.join(parts)})"
+        return f"{'yes' if self.fits else 'no'}: {needs}{least}{cache}"
+
+
+def fit_of(
+    device: DeviceInfo, memories: Sequence[LayerMemory], *, other: int = 0, count: int | None = None
+) -> Fit | None:
+    """Compare what layers need with the memory of a card.
+
+    Args:
+        device: The card, or this machine's GPU.
+        memories: Of each MoE layer, or of one of ``count`` that are alike.
+        other: Bytes of everything else in the checkpoint.
+        count: Number of MoE layers, default those of ``memories``.
+
+    Returns:
+        The comparison; None where the memory is unknown (CPU, an architecture instead of a card).
+    """
+    if not device.is_gpu or not device.memory or device.name == device.arch or not memories:
+        return None
+    if count is not None:
+        memories = [memories[0]] * count
+    experts = sum(memory.weights for memory in memories)
+    return Fit(
+        memory=device.memory,
+        experts=experts,
+        layers=len(memories),
+        largest=max(memory.weights for memory in memories),
+        other=other,
+        workspace=max(memory.workspace or 0 for memory in memories),
+        load_peak=max(experts - memory.weights + memory.load_peak for memory in memories),
+    )
+
+
+def other_bytes(checkpoint: Checkpoint, expert_bytes: int) -> int:
+    """Bytes of a checkpoint besides its experts.
+
+    Args:
+        checkpoint: The folder.
+        expert_bytes: Of the experts of all MoE layers, as stored.
+
+    Returns:
+        The remainder of all files; 0 where experts that are not alike exceed it.
+    """
+    return max(checkpoint.nbytes - expert_bytes, 0)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time of one call on one GPU.
+
+    Attributes:
+        tokens: Of the call.
+        seconds: The larger of bytes over bandwidth and operations over rate.
+        bound: Which one it is: "memory" or "products".
+    """
+
+    tokens: int
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Floors of one layer, and the figures of the card that they follow from."""
+
+    limits: Limits
+    calls: tuple[Floor, ...]
+
+
+def floors_of(report: SelectionReport, memory: LayerMemory) -> Floors | None:
+    """Floors of the experts of a layer, as ``moe bench`` computes them, from the figures of a card.
+
+    Args:
+        report: What runs the layer, and on which device.
+        memory: What its experts take.
+
+    Returns:
+        The floors; None where the card's figures are unknown.
+    """
+    card, config = card_of(report.device.name), report.config
+    if card is None or config.dtype.itemsize != 2:
+        return None
+    operand = "bf16" if report.activation_key is None else _OPERANDS.get(report.activation_key.dtype.name, "bf16")
+    found = card.rate(operand)
+    bandwidth = report.device.bandwidth or card.bandwidth
+    if found is None or not bandwidth:
+        return None
+    limits = Limits(bandwidth * 1e9, found[1], found[0])
+    calls = []
+    for tokens in TOKENS:
+        active = active_experts(config.num_experts, config.local_experts, config.top_k, tokens)
+        states = 2 * tokens * config.hidden_size * config.dtype.itemsize
+        moved = memory.weights / config.local_experts * active + states
+        seconds = limits.floor(moved, products_of(config, tokens))
+        calls.append(Floor(tokens, seconds, "memory" if seconds == moved / limits.bandwidth else "products"))
+    return Floors(limits, tuple(calls))
+
+
+def refusal(fit: Fit, device: str) -> str:
+    """What stderr says of a model that does not fit."""
+    return f"moe explain: does not fit on {device}: {bytes_text(fit.needed)} of {bytes_text(fit.memory)}"
+
+
+def fit_lines(fit: Fit | None) -> list[str]:
+    """The line of the verdict."""
+    return [] if fit is None else _report.labelled("fits", [str(fit)])
+
+
+def total_floor(layers: Sequence[Floors]) -> dict[str, Any] | None:
+    """JSON-ready floors of calls that run all of ``layers``; None where none is known."""
+    if not layers:
+        return None
+    calls = [
+        {
+            "tokens": tokens,
+            "seconds": sum(floors.calls[number].seconds for floors in layers),
+            "bound": sorted({floors.calls[number].bound for floors in layers}),
+        }
+        for number, tokens in enumerate(TOKENS)
+    ]
+    limits = layers[0].limits
+    return {"bandwidth": limits.bandwidth, "rate": limits.rate, "product": limits.product, "calls": calls}
+
+
+def floor_lines(layers: Sequence[Floors]) -> list[str]:
+    """The line of the least time of a call.
+
+    Args:
+        layers: Floors of each layer that a call runs.
+    """
+    found = total_floor(layers)
+    if found is None:
+        return []
+    shown = [
+        f"{duration(call['seconds'])} for {call['tokens']} token{'s' * (call['tokens'] > 1)} "
+        f"({' and '.join(call['bound'])})"
+        for call in found["calls"]
+    ]
+    figures = f"{found['bandwidth'] / 1e9:.0f} GB/s, {found['rate'] / 1e12:.0f} TFLOP/s in {found['product']}"
+    what = "the layer" if len(layers) == 1 else f"{len(layers)} layers"
+    return _report.labelled("floor", [f"experts of {what}: {', '.join(shown)}; one GPU of {figures}"])
