@@ -63,6 +63,9 @@ the card's memory, layers taken to be alike unless --all-layers reads each, and 
 and 4096 tokens: the larger of the experts' bytes over the bandwidth and of operations over the rate of dense products,
 by data sheets.  Exit code 1 where the model cannot fit.
 
+A folder that holds config.json and no weights yet is estimated from it.  DIR may be the name of a model in the local
+Hugging Face cache (owner/name).
+
 With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which prepare/finalize classes (all2all
 backends) go with which backends and why others do not, the bytes and the time of each with --tokens tokens per rank,
 and from how many tokens which is fastest.  Times follow from figures of the machine."""

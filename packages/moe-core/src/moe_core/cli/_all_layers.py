@@ -48,9 +48,7 @@ class _Layer:
 def explain_all(args: argparse.Namespace) -> int:
     """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it, 1 where the model does
     not fit the card."""
-    from moe_core.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint.open(args.path)
+    checkpoint, notes = _arguments.opened(args)
     indices = checkpoint.moe_layers
     if not indices:
         _arguments.source_of(args, checkpoint)  # says what is there instead
@@ -58,7 +56,11 @@ def explain_all(args: argparse.Namespace) -> int:
         layers = list(_explained(args, checkpoint, indices))
     failed = [layer for layer in layers if layer.report is None or layer.report.chosen is None]
     fit, floors = _figures(args, checkpoint, layers)
-    emit(args.json, _data(args, layers, fit, floors), _text(args, layers, fit, floors))
+    emit(
+        args.json,
+        {**_data(args, layers, fit, floors), "notes": notes, "estimated": bool(notes)},
+        "\n".join([_text(args, layers, fit, floors), *(f"note: {note}" for note in notes)]),
+    )
     if failed:
         complain(f"moe explain: {len(failed)} of {len(layers)} layers can't be run")
         return 2

@@ -82,6 +82,23 @@ def source_of(
     )
 
 
+def opened(args: argparse.Namespace) -> tuple[Checkpoint, list[str]]:
+    """The folder of the arguments, and notes about it.
+
+    Without a file of weights, config.json tells what would be in them.
+    """
+    from moe_core.checkpoint import Checkpoint
+    from moe_core.checkpoint.planned import has_no_weights, plan
+
+    if not has_no_weights(args.path):
+        return Checkpoint.open(args.path), []
+
+    def read(checkpoint: Checkpoint) -> LayerSource:
+        return source_of(args, checkpoint, checkpoint.moe_layers[0])
+
+    return plan(args.path, read), ["estimated from config.json: the folder holds no weights"]
+
+
 def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
     """What :func:`moe_core.checkpoint.read_layer` gets."""
     return "checkpoint" if args.activation_key is None else _key(args.activation_key)

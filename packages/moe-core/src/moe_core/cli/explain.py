@@ -50,9 +50,7 @@ def _explain(args: argparse.Namespace) -> Explained:
     cuts: Sequence[ColumnCut] = ()
     over_ranks: PrepareFinalizeSelection | None = None
     if args.path is not None:
-        from moe_core.checkpoint import Checkpoint
-
-        checkpoint = Checkpoint.open(args.path)
+        checkpoint, notes = _arguments.opened(args)
         source = _arguments.source_of(args, checkpoint, parallel=parallel)
         stored = source.layer.nbytes
         scheme, config, cuts = source.scheme, source.config, source.cuts
@@ -62,7 +60,8 @@ def _explain(args: argparse.Namespace) -> Explained:
             "layer": source.index,
             "prefix": source.prefix,
             "format": source.format.name,
-            "notes": [source.assumed] if source.assumed is not None else [],
+            "notes": [*notes, *([source.assumed] if source.assumed is not None else [])],
+            "estimated": bool(notes),
         }
     else:
         config, weight_key, activation_key = _arguments.request_of(args)
