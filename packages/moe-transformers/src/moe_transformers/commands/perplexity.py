@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from moe_core import Checkpoint, ConfigError
 from moe_core.command_api import duration, emit, progress, seconds_since
-from moe_transformers_cli import check_windows
+from moe_transformers_cli import check_windows as _check
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--text {args.text} has {len(tokens)} token, expected 2 or more: one to predict another")
     with of_transformers(args):
         config = AutoConfig.from_pretrained(args.path).get_text_config()
-    window = check_windows(args, getattr(config, "max_position_embeddings", None))
+    window = _check(args, getattr(config, "max_position_embeddings", None))
     loaded = load(args)
     spans = list(windows(len(tokens), window, args.stride or window))
     total, scored, start = 0.0, 0, time.perf_counter()
