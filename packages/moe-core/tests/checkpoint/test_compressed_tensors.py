@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from moe_core import CheckpointError
 from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
 from moe_core.checkpoint.compressed_tensors import quant_group
@@ -66,6 +68,59 @@ def test_names_win_over_patterns_over_classes(layer: LayerExperts) -> None:
     assert quant_group(dict(found), layer).name == "group_1"
     del found["config_groups"]["group_1"]
     assert quant_group(dict(found), layer).name == "group_0"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["RoutedExperts", "FusedMoE", "Qwen3MoeExperts", "GptOssExperts", "Llama4TextExperts", "GraniteMoeSharedExperts"],
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_classes_of_experts_before_linear(layer: LayerExperts, target: str, order: int) -> None:
+    both = {"experts": group(target, num_bits=4), "linear": group("Linear"), "all": group("Module", num_bits=2)}
+    found = {"config_groups": dict(list(both.items())[::order])}
+    assert quant_group(found, layer).name == "experts"
+    # one projection alone is how formats see a linear layer
+    linear = replace(layer, _infos={key: info for key, info in layer._infos.items() if key[0] == "down"})
+    assert quant_group(dict(found), linear).name == "linear"
+    assert quant_group({"config_groups": {"all": both["all"]}}, layer).name == "all"
+
+
+def test_classes_of_experts_in_groups_that_differ(layer: LayerExperts) -> None:
+    assert quant_group(groups(group("FusedMoE"), group("RoutedExperts")), layer).name == "group_0"
+    with pytest.raises(CheckpointError, match="num_bits of weights is 8 and 4"):
+        quant_group(groups(group("FusedMoE"), group("RoutedExperts", num_bits=4)), layer)
+
+
+def test_shared_experts_are_not_routed(layer: LayerExperts) -> None:
+    assert quant_group(groups(group("InklingSharedExperts"), group("Linear")), layer).name == "group_1"
+
+
+def test_targets_of_several_groups(layer: LayerExperts) -> None:
+    """As the tool resolves them: patterns in alphabetical order, and the last group of equal targets."""
+    first, second = group("re:.*proj"), group("re:.*mlp.*")
+    assert quant_group(groups(first, second), layer).name == "group_1"
+    assert quant_group(groups(second, first), layer).name == "group_0"
+    assert quant_group(groups(group("Linear"), group("Linear")), layer).name == "group_1"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["re:.*mlp\\.experts$", PREFIX, "re:.*block_sparse_moe.*w[123]$", "language_model.model.layers.0.mlp.experts"],
+)
+def test_another_naming_before_classes(layer: LayerExperts, target: str) -> None:
+    assert quant_group(groups(group("Linear"), group(target)), layer).name == "group_1"
+
+
+def test_dense_blocks_are_not_another_naming(tmp_path: Path) -> None:
+    """Kimi Linear has ``mlp`` in its first layer and ``block_sparse_moe`` in others."""
+    tensors = {**expert_tensors("model.layers.1.block_sparse_moe"), "model.layers.0.mlp.up_proj.weight": torch.ones(1)}
+    layer = find_layer(Checkpoint.open(write(tmp_path, tensors)))
+    assert quant_group(groups(group("re:.*mlp.*"), group("Linear")), layer).name == "group_1"
+
+
+def test_an_exact_name_in_another_naming_before_a_pattern(layer: LayerExperts) -> None:
+    names = [f"model.layers.0.block_sparse_moe.experts.{e}.w{w}" for e in range(4) for w in (1, 2, 3)]
+    assert quant_group(groups(group("re:.*experts.*"), group(*names)), layer).name == "group_1"
 
 
 def test_patterns_match_from_the_start(layer: LayerExperts) -> None:
@@ -213,10 +268,14 @@ def test_formats_that_contradict_each_other(layer: LayerExperts) -> None:
 @pytest.mark.parametrize("target", ["Linear", "re:.*down_proj$", "re:.*self_attn.*"])
 def test_transforms_at_run_time(layer: LayerExperts, location: str, target: str) -> None:
     """Rotations of the experts' inputs, which nothing here computes; those of weights are in the weights."""
-    transform = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": location, "targets": [target]}]}}}
+    transform: dict[str, Any] = {
+        "config_groups": {"R4": {"type": "hadamard", "apply": [{"location": location, "targets": [target]}]}}
+    }
     quantization = groups(group("Linear"), transform_config=transform)
     if location in ("input", "output") and "attn" not in target:
         with pytest.raises(CheckpointError, match=rf"transform_config.config_groups.R4 transforms the {location} of"):
             quant_group(quantization, layer)
     else:
         assert quant_group(quantization, layer).name == "group_0"
+    transform["config_groups"]["R4"]["apply"][0]["ignore"] = ["re:.*experts.*"]
+    assert quant_group(dict(quantization), layer).name == "group_0"

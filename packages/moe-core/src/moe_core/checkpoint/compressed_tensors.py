@@ -7,23 +7,22 @@ a layer is quantised is read off its tensors.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
-from moe_core.checkpoint.patterns import NamePattern, NamePatterns
+from moe_core.checkpoint.namings import under_any_name
+from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, one_of, short
 from moe_core.errors import CheckpointError
 
 _TYPES = ("int", "float")
-#: other names of an expert's parts
-_MODULE = re.compile(r"(?P<start>.*?)layers\.(?P<layer>\d+)\.(?P<block>.+)\.experts\.(?P<expert>\d+\.)?(?P<end>\w+)")
-_STARTS = ("model.", "model.language_model.", "language_model.model.", "backbone.", "")
-_BLOCKS = ("mlp", "block_sparse_moe", "mixer", "feed_forward", "ffn", "moe")
-_ENDS = (("gate_proj", "w1", "gate_up_proj"), ("up_proj", "w3", "gate_up_proj"), ("down_proj", "w2"))
+#: classes that a linear module belongs to, the closest first
+_LINEAR_CLASSES = ("Linear", "Module")
+#: classes of experts that every token takes, which are linear modules here
+_SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
 #: strategies that a group size belongs to
 _GROUPED = ("group", "tensor_group")
 #: orders of columns: with a group for each ("group", also "dynamic"), or undone before the file was written
@@ -101,10 +100,11 @@ class QuantGroup:
 def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:
     """The group whose targets name the layer's expert modules.
 
-    Exact names win over patterns, patterns over classes.  Where none names a module, other namings of the same model
-    are tried, since tools write module paths of one and tensors of another.  Raises CheckpointError where there is no
-    group, a malformed one, for experts or projections of different groups, and for transforms of the experts' inputs
-    or outputs.
+    Exact names win over patterns, patterns over classes.  Where none names a module by its name in the file, names in
+    other namings of the same model are tried (:mod:`moe_core.checkpoint.namings`) before classes.
+
+    Raises CheckpointError where there is no group, a malformed one, for experts or projections of different groups,
+    and for transforms of the experts' inputs or outputs.
     """
     return layer.understood(quantization, _quant_group)
 
@@ -118,14 +118,15 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
     if not entries:
         raise CheckpointError(f"{file}: no group of config_groups says how weights are quantised")
     modules = [module for _, _, module in expert_modules(layer)]
-    _refuse_transforms(QuantEntries(quantization, file), modules)
-    owner = _owners({name: _targets(group) for name, group in entries.items()}, f"{file}: config_groups")
+    _refuse_transforms(QuantEntries(quantization, file), modules, layer)
+    owners = _owners({name: _listed(group) for name, group in entries.items()}, f"{file}: config_groups", layer)
     chosen: dict[str, str] = {}
     for module in modules:
-        name = owner(module)
-        if name is None:
+        names = owners(module)
+        if not names:
             raise CheckpointError(f"{file}: no target of config_groups names {module}")
-        chosen.setdefault(name, module)
+        for name in names:
+            chosen.setdefault(name, module)
     parsed = [_group(name, entries[name], file, quantization) for name in chosen]
     for name in () if layer.is_linear else chosen:
         group = QuantEntries(entries[name], f"{file}: config_groups.{name}")
@@ -219,58 +220,45 @@ def _implied_strategy(group_size: int | None) -> str:
     return "channel" if group_size == -1 else "group"
 
 
-def _targets(group: Mapping[str, Any]) -> Sequence[str]:
-    """What a group says it is for."""
-    found = group.get("targets")
+def _listed(group: Mapping[str, Any], name: str = "targets") -> Sequence[str]:
+    """The names, patterns and classes of modules that a group lists under ``name``."""
+    found = group.get(name)
     return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
 
 
-def _owners(targets: Mapping[str, Sequence[str]], where: str) -> Callable[[str], str | None]:
-    """A function: module's name -> the group of ``targets`` that names it best, None where none does.
+def _owners(targets: Mapping[str, Sequence[str]], where: str, layer: LayerExperts) -> Callable[[str], tuple[str, ...]]:
+    """A function: module's name -> the group of ``targets`` that names it best, () where none does.
 
-    Its own name is better than a pattern, a pattern better than its class; of equally good ones the first counts.
+    As for compressed-tensors, its own name is better than a pattern, a pattern better than its class; of several
+    patterns the first in alphabetical order counts, and a target that several groups state belongs to the last.
+    Experts are one module that holds them all, or linear modules: classes of the former are better.  They may be of
+    several groups, whose settings must agree.
     """
     kept = NamePatterns()
-    names: dict[str, str] = {}
-    patterns: list[tuple[str, NamePattern]] = []
-    classes: list[str] = []
-    for group, listed in targets.items():
-        for target in listed:
-            names.setdefault(target, group)
-            if target.startswith("re:"):
-                patterns.append((group, kept.regular(target.removeprefix("re:"), f"{where}.{group}: the target")))
-            elif target == "Linear" or target.endswith(("Experts", "MoE")):
-                # experts are linear modules, or one module that holds them all
-                classes.append(group)
+    groups = {target: group for group, listed in targets.items() for target in listed}
+    patterns = [
+        (groups[target], kept.regular(target.removeprefix("re:"), f"{where}.{groups[target]}: the target"))
+        for target in sorted(groups)
+        if target.startswith("re:")
+    ]
+    exact = under_any_name(groups.get, layer)
+    matched = under_any_name(lambda name: next((g for g, pattern in patterns if pattern.match(name)), None), layer)
+    of_class = () if layer.is_linear else tuple(dict.fromkeys(groups[t] for t in groups if _is_experts_class(t)))
+    of_class = of_class or tuple(groups[name] for name in _LINEAR_CLASSES if name in groups)[:1]
 
-    def named(module: str) -> str | None:
-        if module in names:
-            return names[module]
-        return next((group for group, pattern in patterns if pattern.match(module)), None)
-
-    def choose(module: str) -> str | None:
-        own = named(module)
-        if own is not None or classes:
-            return own or classes[0]
-        return next((group for alias in _aliases(module) if (group := named(alias)) is not None), None)
+    def choose(module: str) -> tuple[str, ...]:
+        named = exact(module) or matched(module)
+        return of_class if named is None else (named,)
 
     return choose
 
 
-def _aliases(module: str) -> Iterator[str]:
-    """Names of an expert's linear module in other namings of the same model, and of the experts as a whole."""
-    match = _MODULE.fullmatch(module)
-    if match is None:
-        return
-    ends = [end for ends in _ENDS if match["end"] in ends for end in ends]
-    for start in (match["start"], *_STARTS):
-        for block in (match["block"], *_BLOCKS):
-            for end in (match["end"], *ends):
-                yield f"{start}layers.{match['layer']}.{block}.experts.{match['expert'] or ''}{end}"
-            yield f"{start}layers.{match['layer']}.{block}.experts"
+def _is_experts_class(target: str) -> bool:
+    """Whether a target is the class of a module that holds a layer's routed experts ("Qwen3MoeExperts", "FusedMoE")."""
+    return target.isidentifier() and target.lower().endswith(("experts", "moe")) and target not in _SHARED_EXPERTS
 
 
-def _refuse_transforms(entries: QuantEntries, modules: Sequence[str]) -> None:
+def _refuse_transforms(entries: QuantEntries, modules: Sequence[str], layer: LayerExperts) -> None:
     """CheckpointError where the experts' inputs or outputs are multiplied by a matrix at run time (rotations)."""
     transforms = entries.part("transform_config")
     groups = None if transforms is None else transforms.part("config_groups")
@@ -280,8 +268,10 @@ def _refuse_transforms(entries: QuantEntries, modules: Sequence[str]) -> None:
         for place in applied if isinstance(applied, list) else []:
             if not isinstance(place, dict) or place.get("location") not in ("input", "output"):
                 continue
-            owner = _owners({name: _targets(place)}, f"{entries.where}: transform_config")
-            found = next((module for module in modules if owner(module) is not None), None)
+            where = f"{entries.where}: transform_config"
+            owners = _owners({name: _listed(place, "targets")}, where, layer)
+            ignored = _owners({name: _listed(place, "ignore")}, where, layer)
+            found = next((module for module in modules if owners(module) and not ignored(module)), None)
             if found is not None:
                 raise CheckpointError(
                     f"{entries.where}: transform_config.config_groups.{name} transforms the {place['location']} of "
