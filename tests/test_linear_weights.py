@@ -91,6 +91,22 @@ def test_biases_stay(tmp_path: Path) -> None:
     assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 0.5, dtype=torch.float16))
 
 
+def test_static_scales_of_inputs_need_not_be_there(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(0.5)}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="modelopt", quant_algo="FP8")
+    (linear,) = quantized_linears(checkpoint, checkpoint.names)
+    assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 0.5, dtype=torch.float16))
+
+
+def test_negative_scales_of_integers(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.full((4, 8), -128, dtype=torch.int8), "a.weight_scale": torch.full((4, 1), -0.5)}
+    weights = {"type": "int", "num_bits": 8, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="compressed-tensors", config_groups=groups)
+    (linear,) = quantized_linears(checkpoint, checkpoint.names)
+    assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 64, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("scale", ["k_scale", "output_scale"])
 def test_scales_of_the_cache_say_nothing_of_the_weight(tmp_path: Path, scale: str) -> None:
     tensors = {

@@ -13,6 +13,7 @@ from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.quantization import dequantize_weight
 from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run, run_refuses, with_tensor
+from moe_core.testing.commands import Moe
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -257,10 +258,17 @@ BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
     "type": (W8A8, f"{QWEN}.weight", Tensor.bfloat16, "is BF16 [256, 128], expected I8 [256, 128]"),
     "no scale": (W8A8, f"{QWEN}.weight_scale", lambda _: None, "is missing in"),
     "no weight": (W8A8, f"{QWEN}.weight", lambda _: None, "is missing in"),
-    "negative": (W8A8, f"{QWEN}.weight_scale", Tensor.neg, "has 256 NaN, Inf or negative values of 256"),
+    "infinite": (W8A8, f"{QWEN}.weight_scale", lambda t: t / 0, "has 256 NaN or Inf values of 256"),
     "orientation": (W8A8, f"{QWEN}.weight_scale", lambda t: t.mT, "is BF16 [1, 256], expected BF16 [256, 1]"),
     "code": (W4A8, f"{QWEN}.weight", with_code, "has 1 of 32768 values outside -8 to 7, first -9 at [2, 3]"),
 }
+
+
+@pytest.mark.parametrize("name", ["type", "no scale", "no weight", "orientation"])
+def test_explain_refuses_what_cannot_be_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case, tensor, change, message = BROKEN[name]
+    folder = FILES.changed(case, tmp_path / "w", with_tensor(tensor, change))
+    Moe(capsys).refuses("explain", folder, "--device", "cpu", parts=(f"{tensor} {message}",))
 
 
 @pytest.mark.parametrize("name", BROKEN)

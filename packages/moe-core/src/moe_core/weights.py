@@ -164,7 +164,7 @@ class MoEWeights(TensorRecord):
         """Raise TensorError for a tensor that does not fit ``config`` and the keys.
 
         So for columns of a group that is not there, and zero points out of range, which synchronises with a device that
-        holds any.  With ``values`` also look into scales (NaN, Inf; negative, except of unsigned codes; 0 where one
+        holds any.  With ``values`` also look into scales (NaN, Inf; negative, except of integer codes; 0 where one
         scale covers a whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of
         range): reads every byte and synchronises.
         """
@@ -202,10 +202,11 @@ class MoEWeights(TensorRecord):
             raise TensorError(f"the weights of one layer are on several devices: {found}")
         self._check_integers()
         if values:
-            # quantisers that give a group's largest weight the code -8 write scales of either sign; factors of inputs
-            # are no scales of codes: any finite number
+            # quantizers that give a group's largest weight the lowest code write scales of either sign; factors of
+            # inputs are not scales of codes: any finite number
             key = self.weight_key
-            signed = {"w13_scale", "w2_scale"} if key is not None and key.dtype.kind is NumberKind.UINT else set()
+            integers = key is not None and key.dtype.kind in (NumberKind.INT, NumberKind.UINT)
+            signed = {"w13_scale", "w2_scale"} if integers else set()
             signed |= {"w13_pre_scale", "w2_pre_scale"}
             for name, tensor in self.tensors():
                 scale = name.endswith("_scale") and name not in signed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import QuantKey
+from moe_core import CheckpointError, QuantKey
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.quant_key import (
     kFp8DynamicTokenSym,
@@ -77,6 +77,17 @@ def test_its_own_file(tmp_path: Path, algorithm: str) -> None:
     content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": None}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
     check(read_layer(Checkpoint.open(tmp_path)), experts, weight_key, activation_key)
+
+
+@pytest.mark.parametrize("key", [None, kFp8DynamicTokenSym], ids=str)
+def test_other_activations_need_no_static_scale(tmp_path: Path, key: QuantKey | None) -> None:
+    experts = Experts(PER_TENSOR)
+    tensors = experts.tensors(lambda scale: scale.reshape(()))
+    write(tmp_path, tensors, {**CONFIG, "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
+    checkpoint = Checkpoint.open(tmp_path)
+    check(read_layer(checkpoint, activation_key=key), experts, kFp8StaticTensorSym, key)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.input_scale is missing"):
+        read_layer(checkpoint).check_fits()
 
 
 def test_config_groups_are_not_believed(tmp_path: Path) -> None:

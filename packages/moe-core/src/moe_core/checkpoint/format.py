@@ -43,6 +43,9 @@ class ExpertLayout(ABC):
         Raises CheckpointError with the name of the tensor for anything that doesn't fit ``config``.
         """
 
+    def check_fits(self, config: FusedMoEConfig, *, experts: Sequence[int]) -> None:  # noqa: B027 (optional)
+        """Raise CheckpointError where :meth:`load` would for a name, shape or dtype; reads headers, small tensors."""
+
     @property
     def column_unit(self) -> int | None:
         """Columns of the intermediate size that must be read together; None where all of them must be.

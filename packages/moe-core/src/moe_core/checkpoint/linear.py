@@ -8,7 +8,7 @@ canonical weights that come back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,8 @@ def _resolve(
             f"{checkpoint.path}: {module} is a linear layer of the format {detected.format.name}, "
             "which reads experts alone"
         )
+    # inputs stay in 16 bits, whose static scales need not be there
+    layout = replace(layout, activation_key=None)
     return QuantizedLinear(module, tensors, _shape(layout), layout)
 
 

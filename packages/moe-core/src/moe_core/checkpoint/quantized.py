@@ -46,7 +46,12 @@ class QuantizedLayout(ExpertLayout):
         return self.activation_key is not None and self.activation_key.is_static
 
     def warn_of_unused(self, projection: str, suffix: str) -> None:
-        """CheckpointWarning of the activations' scale that the storage has no use for."""
+        """CheckpointWarning of an activation scale that the checkpoint's settings have no use for.
+
+        None where they do, and other activations were asked for.
+        """
+        if self.storage.activation is not None and self.storage.activation.is_static:
+            return
         used = self.activation_key or "not quantised"
         name = self.layer.name(0, projection, suffix)
         text = f"{name} is not used: activations are {used} ({self.storage.why})"
@@ -133,7 +138,7 @@ class QuantizedLayout(ExpertLayout):
         return replace(self, layer=layer)
 
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
-        self._check(config, experts)
+        self.check_fits(config, experts=experts)
         return self._load(config, experts, device)
 
     def load_columns(
@@ -145,11 +150,11 @@ class QuantizedLayout(ExpertLayout):
         experts: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> MoEWeights:
-        self._check(config, experts)
+        self.check_fits(config, experts=experts)
         part = self.columns_of(begin, end, config.intermediate_size)
         return part._load(replace(config, intermediate_size=end - begin), experts, device)
 
-    def _check(self, config: FusedMoEConfig, experts: Sequence[int]) -> None:
+    def check_fits(self, config: FusedMoEConfig, *, experts: Sequence[int]) -> None:
         for projection, size in ExpertMatrices.of(self.layer, config).sizes.items():
             self.check(projection, size, experts, has_bias=config.has_bias)
 

@@ -16,6 +16,7 @@ from moe_core.checkpoint.experts import LayerExperts, find_layer
 from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
+from moe_core.checkpoint.quantized import QuantizedLayout
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.reading_threads import readers
 from moe_core.column_cut import ColumnCut, column_cuts, cut_columns, plain_cut, refine
@@ -89,6 +90,10 @@ class LayerSource:
             weight_key=cut.weight_key,
             activation_key=cut.activation_key,
         )
+
+    def check_fits(self) -> None:
+        """Raise CheckpointError where :meth:`weights` would for a tensor's name, shape or dtype; reads no weights."""
+        _of_format(self.format, lambda: self.layout.check_fits(self.whole, experts=self.experts))
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
         """Canonical weights of ``experts`` on ``device``, this rank's columns of them.
@@ -164,6 +169,9 @@ def read_layer(
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
     weight_key = as_quant_key(layout.weight_key, "weight_key")
     activations = _activations(activation_key, layout.activation_key)
+    if isinstance(layout, QuantizedLayout):
+        # other activations need no static scales
+        layout = replace(layout, activation_key=activations)
     cuts = column_cuts(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
     found = LayerSource(
         index=tensors.index,

@@ -53,7 +53,7 @@ class UnquantizedLayout(ExpertLayout):
     """16-bit experts; their shapes tell how they lie."""
 
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
-        self._check(config)
+        self.check_fits(config, experts=experts)
         return self._load(self.layer, config, experts, device)
 
     @property
@@ -69,7 +69,7 @@ class UnquantizedLayout(ExpertLayout):
         experts: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> MoEWeights:
-        self._check(config)
+        self.check_fits(config, experts=experts)
         rows, cols = StoredAxis(0), StoredAxis(1)
         axes: dict[Key, Axes] = {}
         for projection in self.layer.projections:
@@ -79,8 +79,7 @@ class UnquantizedLayout(ExpertLayout):
         part = SlicedExperts.of(self.layer, axes, begin, end, config.intermediate_size, interleaved=mixed)
         return self._load(part, replace(config, intermediate_size=end - begin), experts, device)
 
-    def _check(self, config: FusedMoEConfig) -> None:
-        """Shapes and dtypes of all tensors."""
+    def check_fits(self, config: FusedMoEConfig, *, experts: Sequence[int]) -> None:
         layer = self.layer
         matrices, transposed = ExpertMatrices.of(layer, config), is_transposed(layer)
         sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"

@@ -161,5 +161,5 @@ def refuse_lost_weights(
         entry = f" of expert {experts[slot]}" if layer.stacked_names else ""
         raise CheckpointError(
             f"{scale_name} is 0{entry} where {layer.name(experts[slot], projection, weight_suffix)} is not "
-            f"({int(lost.sum())} weights, first at [{row}, {col}]): expected a scale greater than 0"
+            f"({int(lost.sum())} weights, first at [{row}, {col}]): expected a scale other than 0"
         )

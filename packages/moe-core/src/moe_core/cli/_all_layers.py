@@ -90,6 +90,7 @@ def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequen
     for index in indices:
         try:
             source: LayerSource = _arguments.source_of(args, checkpoint, index, parallel=parallel)
+            source.check_fits()
         except MoEError as error:
             yield _Layer(index, fault=str(error) if args.verbose else error.message)
             continue

@@ -52,6 +52,7 @@ def _explain(args: argparse.Namespace) -> Explained:
     if args.path is not None:
         checkpoint, notes = _arguments.opened(args)
         source = _arguments.source_of(args, checkpoint, parallel=parallel)
+        source.check_fits()
         stored = source.layer.nbytes
         scheme, config, cuts = source.scheme, source.config, source.cuts
         keys = source.weight_key, source.activation_key

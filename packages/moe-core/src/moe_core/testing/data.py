@@ -197,9 +197,11 @@ def make_weights(
     if weight_key is not None and weight_key.dtype.kind is NumberKind.UINT:
         weights = _with_all_codes(weights, (w13, w2), config, weight_key, generator)
     if weight_key is not None and weight_key.dtype.kind is NumberKind.INT and weight_key.packing is None:
-        for codes in (weights.w13, weights.w2):
-            # the lowest code, which quantisers of symmetric types don't make, and other tools do
+        for codes, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
+            # the lowest code and scales of either sign, which quantizers here don't make, and other tools do
             codes[codes == -weight_key.dtype.max_value] = int(weight_key.dtype.min_value)
+            if scale is not None:
+                scale *= torch.where(torch.rand(scale.shape, generator=generator) < 1 / 6, -1, 1).to(scale.dtype)
     if activation_key is not None and activation_key.is_static:
         weights = _calibrated(weights, config, activation_key, seed)
     return weights

@@ -6,8 +6,9 @@ bfloat16 where they are; others become float32.  Both 4- and 8-bit codes are int
 Gate and up read the same activations, so that static scales which differ between them are merged
 (:func:`moe_int8.formats.static_inputs.shared_input`).
 
-A scale of a whole matrix and a static activation scale must be greater than 0.  The scale of a channel or a group may
-be 0 where its weights are 0 too; over other weights it is refused, since they can't be recovered.
+Scales of weights may be negative: AutoRound gives a row's largest weight the code -128, whatever its sign.  They may be
+0 where the weights are 0 too; over other weights 0 is refused, since they can't be recovered.  A static activation
+scale must be greater than 0.
 """
 
 from __future__ import annotations
@@ -150,8 +151,7 @@ class Int8Layout(QuantizedLayout):
             return exact.reshape(-1, 1, 1).expand(-1, rows, 1) if storage.whole else exact.reshape(len(exact), rows, -1)
 
         tensors = {name: (yield from self._codes(projections, cols))}
-        allowed = Values.POSITIVE if storage.whole else Values.SCALE
-        tensors[f"{name}_scale"] = yield from ask(scale, allowed, arrange=scales)
+        tensors[f"{name}_scale"] = yield from ask(scale, Values.FINITE, arrange=scales)
         refuse_lost_weights(
             layer,
             projections,
