@@ -34,7 +34,7 @@ them instead, by ``yield`` :class:`Stack` and ``yield from`` :func:`checked`: w1
 
 from __future__ import annotations
 
-from moe_core.checkpoint.auto_round import AutoRoundSettings, auto_round_settings
+from moe_core.checkpoint.auto_round import AutoRoundSettings, auto_round_settings, is_auto_rounds
 from moe_core.checkpoint.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_expert_tensor
@@ -94,6 +94,7 @@ __all__ = [
     "checked",
     "gate_rows_first",
     "gptq_settings",
+    "is_auto_rounds",
     "is_interleaved",
     "is_transposed",
     "load_checked",

@@ -59,6 +59,29 @@ def test_settings(tmp_path: Path, name: str) -> None:
     check(source(tmp_path, tensors, {**SETTINGS, **settings}), experts, weight_key, activation_key)
 
 
+#: of the router, which every MoE leaves in 16 bits
+ROUTER = {"model.layers.0.mlp.gate": {"act_bits": 16, "act_data_type": "float", "bits": 16, "data_type": "float"}}
+
+
+@pytest.mark.parametrize("version", [{"autoround_version": "0.16.1"}, {}], ids=["version", "none"])
+@pytest.mark.parametrize("extra", [{"extra_config": ROUTER}, {}], ids=["router", "nothing"])
+@pytest.mark.parametrize("name", CASES)
+def test_settings_in_the_form_of_fp8(tmp_path: Path, name: str, extra: dict[str, Any], version: dict[str, str]) -> None:
+    settings, weight_key, activation_key = CASES[name]
+    experts = experts_of(weight_key)
+    tensors = tensors_of(weight_key, activation_key == kFp8StaticTensorSym, experts)
+    quantization = {**SETTINGS, **extra, **settings, **version, "quant_method": "fp8"}
+    check(source(tmp_path, tensors, quantization), experts, weight_key, activation_key)
+
+
+def test_settings_of_some_layers_in_the_form_of_fp8(tmp_path: Path) -> None:
+    """Activations of the experts stay in 16 bits."""
+    settings, weight_key, _ = CASES["FP8_BLOCK"]
+    experts = experts_of(weight_key)
+    quantization = {**SETTINGS, **settings, "quant_method": "fp8", "extra_config": {"mlp.experts": {"act_bits": 16}}}
+    check(source(tmp_path, tensors_of(weight_key, False, experts), quantization), experts, weight_key, None)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -66,6 +66,11 @@ class AutoRoundSettings(GptqSettings):
         return None if found == _GROUP else f"{name} is {found}, expected {_GROUP}"
 
 
+def is_auto_rounds(quantization: Mapping[str, Any]) -> bool:
+    """Whether AutoRound wrote the settings, under its own name or in the form of another tool."""
+    return any(quantization.get(name) is not None for name in ("autoround_version", "data_type", "extra_config"))
+
+
 def auto_round_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> AutoRoundSettings:
     """Those of AutoRound; CheckpointError where experts or projections would differ."""
     return layer.understood(quantization, _auto_round)

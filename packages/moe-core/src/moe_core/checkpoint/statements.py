@@ -151,8 +151,9 @@ OWNERS: Mapping[str, Sequence[str]] = {
     "config_groups": ("compressed-tensors", "modelopt"),
     "weight_block_size": ("fp8", "mxfp8", "auto-round"),
     "activation_scheme": ("fp8", "mxfp8", "auto-round", *_SGLANG),
-    **dict.fromkeys(("dynamic", "extra_config", "desc_act", "checkpoint_format"), _INTEGERS),
-    **dict.fromkeys(("act_bits", "act_data_type"), (*_INTEGERS, "fp8")),
+    **dict.fromkeys(("dynamic", "desc_act", "checkpoint_format"), _INTEGERS),
+    # AutoRound's, in the forms of other tools too
+    **dict.fromkeys(("extra_config", "act_bits", "act_data_type"), (*_INTEGERS, "fp8")),
 }
 _TOOLS = frozenset(name for names in OWNERS.values() for name in names) | {"mxfp4"}
 

@@ -1,5 +1,7 @@
 """``quant_method: auto-round`` with ``data_type: fp`` and 8 bits: FP8_BLOCK, FP8_STATIC, FPW8A16 and their relatives.
 
+AutoRound's export ``format="fp8"`` has the same settings and tensors under ``quant_method: fp8``.
+
 Per expert and projection: ``weight`` e4m3 [N, K] and, in the model's dtype or float32, scales as ``group_size`` says:
 
 =================  ==================================  ============================================
@@ -30,7 +32,7 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
 )
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, short
+from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, is_auto_rounds, short
 
 from moe_fp8.formats.fp8_layout import Fp8Storage
 
@@ -43,9 +45,11 @@ class AutoRoundFp8Format(QuantizedFormat):
     """See the module docstring."""
 
     name = "AutoRound FP8"
-    quant_methods = ("auto-round", "intel/auto-round")
+    quant_methods = ("auto-round", "intel/auto-round", "fp8")
 
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> Fp8Storage | str:
+        if quantization.get("quant_method") == "fp8" and not is_auto_rounds(quantization):
+            return "no entry of AutoRound (data_type, extra_config, autoround_version)"
         settings = auto_round_settings(quantization, layer)
         entries = settings.entries
         if settings.data_type not in _TYPES or settings.bits != 8:

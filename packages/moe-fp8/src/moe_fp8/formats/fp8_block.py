@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from moe_core import GroupShape, is_e8m0, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, short
+from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, is_auto_rounds, short
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 
@@ -64,6 +64,8 @@ def reason_against_kind(quantization: Mapping[str, Any], layer: LayerExperts) ->
     What experts are stored as may stand beside the settings, at config.json's top level; it says nothing of weights
     that are e4m3 (attention, beside experts in FP4).
     """
+    if is_auto_rounds(quantization):
+        return "the settings are AutoRound's"
     beside = layer.checkpoint.config.get("expert_dtype")
     stored = {layer.dtype(projection, "weight") for projection in layer.projections if layer.has(projection, "weight")}
     for name, accepted in _ACCEPTED.items():
