@@ -53,6 +53,7 @@ def load_layer(
     activation: MoEActivation | str | None = None,
     activation_params: ActivationParams | None = None,
     assume: bool = False,
+    top_k: int | None = None,
 ) -> FusedMoELayer:
     """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
 
@@ -83,7 +84,7 @@ def load_layer(
     target = as_torch_device(device)
     checkpoint = opened(path)
     online = None if quantize is None else registry().online(quantize)
-    given = Given(routing, activation, activation_params, assume)
+    given = Given(routing, activation, activation_params, assume, top_k)
     if parallel is not None and not isinstance(parallel, FusedMoEParallelConfig):
         raise ConfigError(f"parallel is {parallel!r}, expected a FusedMoEParallelConfig")
     check_placed(groups, placement)

@@ -354,6 +354,7 @@ def _of_checkpoint(parser: argparse.ArgumentParser, activation: str = "by model_
     )
     parser.add_argument("--activation", metavar="NAME", help=f"default: {activation}")
     parser.add_argument("--assume", action="store_true", help="of an unknown model_type, accept what is guessed")
+    parser.add_argument("--top-k", type=whole, metavar="N", help="experts per token (default: by config.json)")
 
 
 def _shape(parser: argparse.ArgumentParser, default: str = "") -> None:

@@ -323,6 +323,33 @@ def test_entries_of_single_layers(tmp_path: Path) -> None:
     assert model(tmp_path, config).config.top_k == 3
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_entries_of_blocks(tmp_path: Path, nested: bool) -> None:
+    """Nemotron Puzzle: a list of all layers, which alone may say how many experts there are."""
+    shared = {name: value for name, value in NEW.items() if name not in ("num_experts", "num_experts_per_tok")}
+    own = {"num_experts": E, "num_experts_per_tok": 3, "moe_intermediate_size": N}
+    blocks = [{"block_type": "moe", **({"ffn": {"moe": own}} if nested else own)}, {"block_type": "mamba"}]
+    config = {"model_type": "qwen3_moe", **shared, "moe_intermediate_size": 999, "block_configs": blocks}
+    found = model(tmp_path / "a", config).config
+    assert (found.num_experts, found.top_k, found.intermediate_size) == (E, 3, N)
+    # a layer's own entries are closer than those of its kind of block
+    config = {**config, "per_layer_config": {"0": {**own, "num_experts_per_tok": 1}}}
+    assert model(tmp_path / "b", config).config.top_k == 1
+
+
+def test_experts_per_token_that_are_given(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", **NEW}
+    assert model(tmp_path / "a", config, given=Given(top_k=3)).config.top_k == 3
+    del config["num_experts_per_tok"]
+    assert model(tmp_path / "b", config, given=Given(top_k=1)).config.top_k == 1
+    refused(tmp_path / "c", "moe_top_k or top_k_experts: give top_k (--top-k)", config)
+    with pytest.raises(ConfigError, match="top_k is 99, expected at most"):
+        model(tmp_path / "d", config, given=Given(top_k=99))
+    for value in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ConfigError, match="top_k must be a positive integer"):
+            Given(top_k=value)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "lfm2_moe"])
 def test_activation_without_an_entry(tmp_path: Path, model_type: str) -> None:
     config = {name: value for name, value in NEW.items() if name != "hidden_act"}

@@ -103,6 +103,7 @@ def test_the_batched_format(moe: Any) -> None:
         (("--stack", "talker"), "--stack is for a checkpoint folder"),
         (("--routing", "softmax"), "--routing is for a checkpoint folder"),
         (("--assume",), "--assume is for a checkpoint folder"),
+        (("--top-k", "2"), "--top-k is for a checkpoint folder"),
     ],
 )
 def test_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:

@@ -214,6 +214,18 @@ BAD_INPUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+def test_experts_per_token(moe: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", layer_tensors())
+    assert "k=3" in moe("explain", folder, "--device", "cpu", "--top-k", "3").out
+    save_file(tokens(**GIVEN["logits"]), tmp_path / "in.safetensors")
+    output = tmp_path / "o.safetensors"
+    moe("run", folder, "--dtype", "fp32", "--top-k", "3", "--input", tmp_path / "in.safetensors", "--output", output)
+    layer = load_layer(folder, device="cpu", dtype=torch.float32, top_k=3)
+    given = load_file(tmp_path / "in.safetensors")
+    wanted = layer(given["hidden_states"], router_logits=given["router_logits"])
+    torch.testing.assert_close(load_file(output)["output"], wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(("changes", "parts"), BAD_INPUTS)
 def test_bad_input(moe: Any, folder: Path, tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
     save_file(tokens(**changes), tmp_path / "in.safetensors")

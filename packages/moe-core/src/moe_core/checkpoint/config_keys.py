@@ -59,12 +59,16 @@ LAYER_KIND = ("mlp_layer_types",)
 #: parts of a multi-modal config that may describe the language model
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
+#: parts of a layer's own entries that describe its experts
+_BLOCK_PARTS = ("ffn", "mlp", "moe")
 _LARGEST = 1 << 24
 
 
 def names_experts(config: Mapping[str, Any]) -> bool:
     """Whether config.json, or a part of it, says how many experts there are."""
-    if any(config.get(key) for key in NUM_EXPERTS):
+    blocks = config.get("block_configs")
+    layers = range(len(blocks) if isinstance(blocks, list) else 1)
+    if any(_of_layer(config, layer).get(key) for layer in layers for key in NUM_EXPERTS):
         return True
     return any(isinstance(part := config.get(key), dict) and names_experts(part) for key in NESTED)
 
@@ -101,16 +105,12 @@ class ConfigKeys:
         own = config.get(f"{stack}_config")
         if isinstance(own, dict):
             holders.append(own)
-        while not any(key in holders[-1] for key in NUM_EXPERTS):
+        while not any(key in _of_layer(holders[-1], layer) for key in NUM_EXPERTS):
             inner = next((holders[-1][key] for key in NESTED if isinstance(holders[-1].get(key), dict)), None)
             if inner is None:
-                return ConfigKeys(config, file, layer, types=_types([config]))
+                return ConfigKeys(_of_layer(config, layer), file, layer, types=_types([config]))
             holders.append(inner)
-        # transformers' form of what differs from one layer to the next
-        every = holders[-1].get("per_layer_config")
-        here = every.get(str(layer)) if isinstance(every, dict) else None
-        entries = {**holders[-1], **(here if isinstance(here, dict) else {})}
-        return ConfigKeys(entries, file, layer, types=_types(holders))
+        return ConfigKeys(_of_layer(holders[-1], layer), file, layer, types=_types(holders))
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigKeys:
         return replace(self, defaults=defaults)
@@ -195,6 +195,22 @@ class ConfigKeys:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _of_layer(entries: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """``entries`` with those that hold for the layer alone: transformers' ``per_layer_config``, else ``block_configs``.
+
+    The latter are a list of all layers (Nemotron Puzzle), whose experts may have an object of their own.
+    """
+    by_name, blocks = entries.get("per_layer_config"), entries.get("block_configs")
+    here = by_name.get(str(layer)) if isinstance(by_name, dict) else None
+    if here is None and isinstance(blocks, list) and layer < len(blocks):
+        here = blocks[layer]
+    merged = dict(entries)
+    while isinstance(here, dict):
+        merged.update(here)
+        here = next((here[name] for name in _BLOCK_PARTS if isinstance(here.get(name), dict)), None)
+    return merged
 
 
 def _types(holders: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from moe_core.checkpoint.families import FAMILIES, Family, family_of, guess, ref
 from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
 from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
 from moe_core.checkpoint.unread import unread_entries
-from moe_core.config import FusedMoEConfig, as_dtype
+from moe_core.config import FusedMoEConfig, as_dtype, whole_number
 from moe_core.errors import ConfigError, did_you_mean
 from moe_core.routing import RoutingConfig
 
@@ -31,14 +31,18 @@ class Given:
     - ``routing``: a RoutingConfig, its text (:meth:`~moe_core.routing.RoutingConfig.parse`), or ``"per_call"``
     - ``activation``, ``activation_params`` (which go with it)
     - ``assume``: of a model_type that is not known, what is not given may be guessed
+    - ``top_k``: experts per token
     """
 
     routing: RoutingConfig | str | None = None
     activation: MoEActivation | str | None = None
     activation_params: ActivationParams | None = None
     assume: bool = False
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
         if self.activation_params is not None and self.activation is None:
             raise ConfigError("activation_params go with activation, which is not given")
 
@@ -87,7 +91,7 @@ def read_model(
             f"{BY_HAND} or activation (--activation) that it stands for"
         )
 
-    experts, top_k, hidden, inter = _sizes(entries, layer)
+    experts, top_k, hidden, inter = _sizes(entries, layer, given)
     latent = entries.optional_integer(keys.LATENT_SIZE)
     routing, reason = _routing(entries, family, router, given, experts, top_k)
     corrects = routing is not None and routing.has_correction_bias
@@ -145,7 +149,7 @@ def _known(entries: ConfigKeys, given: Given) -> Family | None:
     return family
 
 
-def _sizes(entries: ConfigKeys, layer: LayerExperts) -> tuple[int, int, int, int]:
+def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int, int, int, int]:
     """Experts, experts per token, hidden and intermediate size."""
     experts_key, experts = entries.integer(keys.NUM_EXPERTS)
     if experts != layer.num_experts:
@@ -153,9 +157,15 @@ def _sizes(entries: ConfigKeys, layer: LayerExperts) -> tuple[int, int, int, int
             f"{experts_key} is {experts}, but {layer.prefix} holds {layer.num_experts} experts"
             + (f": expert {layer.num_experts} is missing" if layer.num_experts < experts else "")
         )
-    top_k_key, top_k = entries.integer(keys.TOP_K)
-    if top_k > experts:
-        raise entries.error(f"{top_k_key} is {top_k}, more than the {experts} experts of {experts_key}")
+    top_k = given.top_k
+    if top_k is None:
+        if entries.find(keys.TOP_K) is None:
+            raise entries.error(f"has no {' or '.join(keys.TOP_K)}: give top_k (--top-k)")
+        top_k_key, top_k = entries.integer(keys.TOP_K)
+        if top_k > experts:
+            raise entries.error(f"{top_k_key} is {top_k}, more than the {experts} experts of {experts_key}")
+    elif top_k > experts:
+        raise ConfigError(f"top_k is {top_k}, expected at most {experts}: {layer.prefix} has that many experts")
     expert_size = entries.find(keys.EXPERT_SIZE)
     _, inter = entries.integer(keys.EXPERT_SIZE if expert_size is not None else keys.DENSE_SIZE)
     _, hidden = entries.integer(keys.HIDDEN_SIZE)

@@ -77,7 +77,7 @@ def source_of(
         quantize=args.quantize,
         activation_key=activation_key_of(args),
         stack=args.stack,
-        given=Given(args.routing, args.activation, assume=args.assume),
+        given=Given(args.routing, args.activation, assume=args.assume, top_k=args.top_k),
         parallel=parallel,
     )
 

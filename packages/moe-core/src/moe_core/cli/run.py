@@ -68,6 +68,7 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
             routing=args.routing,
             activation=args.activation,
             assume=args.assume,
+            top_k=args.top_k,
             **several,
         )
         loading = seconds_since(start)

@@ -199,7 +199,13 @@ def check_origin(args: argparse.Namespace) -> None:
         RefusedError: The options contradict each other.
     """
     if args.path is None:
-        about = {"layer": args.layer, "stack": args.stack, "routing": args.routing, "assume": args.assume or None}
+        about = {
+            "layer": args.layer,
+            "stack": args.stack,
+            "routing": args.routing,
+            "assume": args.assume or None,
+            "top-k": args.top_k,
+        }
         given = next((option for option, value in about.items() if value is not None), None)
         if given is not None:
             raise RefusedError(f"--{given} is for a checkpoint folder, and none is given")
