@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointWarning
+from moe_core import CheckpointWarning, dequantize_weight
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.quant_key import (
     kFp8DynamicTensorSym,
@@ -417,3 +417,64 @@ def test_only_the_asked_experts_are_read(tmp_path: Path) -> None:
     write(tmp_path, {n: t.clone() for n, t in tensors.items()}, {**CONFIG, "quantization_config": quantization})
     found = read_layer(Checkpoint.open(tmp_path), experts=[2, 0])
     found.weights().validate(found.config, values=True)
+
+
+ROUTER: dict[str, tuple[int, ...]] = {"weight": (K,), "bias": ()}
+INTERLEAVED: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "tensor": ({"quant_method": "modelopt", "quant_algo": "FP8"}, (-1, -1)),
+    "channel": (CHANNEL, (1, -1)),
+    "block": (BLOCK, (128, 128)),
+    "MXFP8": (MXFP8, (1, 32)),
+}
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["transposed", "rows"])
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_gate_and_up_rows_in_turns(tmp_path: Path, name: str, transposed: bool) -> None:
+    """gpt-oss, as ModelOpt writes it: all experts in one tensor, biases in turns, too."""
+    quantization, (row, col) = INTERLEAVED[name]
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for projection, rows, cols in (("gate_up_proj", 2 * N, K), ("down_proj", K, N)):
+        base = f"{PREFIX}.{projection}"
+        codes = torch.randn(E, rows, cols, generator=generator).to(torch.float8_e4m3fn)
+        grid = (1, 1) if row == -1 else (-(-rows // row), 1 if col == -1 else -(-cols // col))
+        # one for all experts, where it is one for all of a matrix
+        scale = torch.randint(-3, 4, (1 if row == -1 else E, *grid), generator=generator).float().exp2()
+        spread = scale.repeat_interleave(rows if row == -1 else row, 1)[:, :rows]
+        spread = spread.repeat_interleave(cols if col == -1 else col, 2)[:, :, :cols]
+        values[projection] = codes.double() * spread.double()
+        bias = torch.randn(E, rows, generator=generator).bfloat16()
+        values[f"{base}_bias"] = bias.float()
+        stored = exponents(scale) if name == "MXFP8" else scale
+        tensors[base] = (codes.view(torch.uint8).mT if transposed else codes.view(torch.uint8)).contiguous()
+        tensors[base] = tensors[base].view(torch.float8_e4m3fn)
+        tensors[f"{base}_weight_scale"] = (stored.mT if transposed else stored).contiguous()
+        tensors[f"{base}_bias"] = bias
+        if name == "tensor":
+            tensors[f"{base}_weight_scale"] = scale.reshape(())
+            tensors[f"{base}_input_scale"] = torch.tensor(0.5)
+    config = {**CONFIG, "model_type": "gpt_oss", "quantization_config": quantization}
+    router = {f"{PREFIX.removesuffix('experts')}router.{n}": torch.zeros(E, *s).bfloat16() for n, s in ROUTER.items()}
+    write(tmp_path, {**tensors, **router}, config)
+    found = read_layer(Checkpoint.open(tmp_path))
+    weights = found.weights()
+    weights.validate(found.config, values=True)
+    rows, biases = values["gate_up_proj"], values[f"{PREFIX}.gate_up_proj_bias"]
+    expected = torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+    key = weights.weight_key
+    assert key is not None
+    for codes, scale, want, parts in (
+        (weights.w13, weights.w13_scale, expected, 2),
+        (weights.w2, weights.w2_scale, values["down_proj"], 1),
+    ):
+        assert scale is not None
+        assert torch.equal(dequantize_weight(codes, scale, key, parts=parts).double(), want)
+    assert weights.w13_bias is not None
+    assert torch.equal(weights.w13_bias, torch.cat((biases[:, ::2], biases[:, 1::2]), dim=1))
+    if found.layout.column_unit is not None:
+        half = found.layout.load_columns(found.whole, N // 2, N, experts=range(E))
+        assert half.w13_scale is not None
+        part = torch.cat((expected[:, N // 2 : N], expected[:, N + N // 2 :]), dim=1)
+        assert torch.equal(dequantize_weight(half.w13, half.w13_scale, key, parts=2).double(), part)

@@ -12,6 +12,7 @@ import torch
 from moe_core import CheckpointError, QuantKey
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.quant_key import (
+    kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
@@ -123,11 +124,14 @@ def test_mixed_precision(tmp_path: Path, layers: dict[str, Any]) -> None:
     check(source(tmp_path, tensors_of("FP8_PB_WO", experts), quantization), experts, kFp8Static128BlockSym, None)
 
 
-@pytest.mark.parametrize("algorithm", ["FP8_BLOCK_SCALES", "fp8_pb"])
-def test_other_names_of_blocks(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [("FP8_BLOCK_SCALES", kFp8Dynamic128Sym), ("fp8_pb", kFp8Dynamic128Sym), ("fp8_pb_real", None)],
+)
+def test_other_names_of_blocks(tmp_path: Path, algorithm: str, key: QuantKey | None) -> None:
     experts = Experts((128, 128))
     quantization = {"quant_method": "modelopt", "quant_algo": algorithm}
-    check(source(tmp_path, tensors_of("FP8_PB_WO", experts), quantization), experts, kFp8Static128BlockSym, None)
+    check(source(tmp_path, tensors_of("FP8_PB_WO", experts), quantization), experts, kFp8Static128BlockSym, key)
 
 
 def test_other_blocks(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ MIXED = {"quant_algo": "MIXED_PRECISION"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "algorithm": (
         {"quant_algo": "FP9"},
-        "quant_algo is 'FP9', expected FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, FP8_BLOCK_SCALES, FP8_PB or M",
+        "quant_algo is 'FP9', expected FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, FP8_PB_REAL",
     ),
     "nvfp4": ({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', expected"),
     "none": ({"quant_algo": None}, "quant_algo is None, expected an algorithm"),

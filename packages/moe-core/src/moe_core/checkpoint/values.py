@@ -133,12 +133,14 @@ def refuse_lost_weights(
     experts: Sequence[int],
     is_zero: Callable[[Tensor], Tensor],
     weight_suffix: str = "weight",
+    interleaved: bool = False,
 ) -> None:
     """CheckpointError for a scale of 0 over weights that are not 0.
 
     Such a scale underflowed in the tool that wrote it, and the values that it stood for are lost.  A scale of 0 over
     zeros is a pruned channel or block and exact.  ``weight`` [E, rows, cols] one element per entry and ``scale``: the
-    canonical ones of ``projections``; ``is_zero``: codes -> bool tensor.  Reads weights only where a scale is 0.
+    canonical ones of ``projections``; ``is_zero``: codes -> bool tensor; ``interleaved``: gate and up rows lie in
+    turns.  Reads weights only where a scale is 0.
     """
     zero = scale == 0
     if not bool(zero.any()):
@@ -156,7 +158,8 @@ def refuse_lost_weights(
             continue
         part, row, col = (int(i) for i in lost.nonzero()[0])
         projection = projections[part] if len(projections) == 2 else projections[0]
-        row += part * rows if len(projections) == 1 else 0
+        if len(projections) == 1:  # as the file has them
+            row = 2 * row + part if interleaved else row + part * rows
         scale_name = layer.name(experts[slot], projection, scale_suffix)
         entry = f" of expert {experts[slot]}" if layer.stacked_names else ""
         raise CheckpointError(

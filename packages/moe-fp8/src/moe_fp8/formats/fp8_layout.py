@@ -39,6 +39,8 @@ from moe_core.format_api import (
     Values,
     check_expert_tensor,
     checked,
+    gate_rows_first,
+    is_interleaved,
     is_transposed,
     missing,
     one_suffix,
@@ -67,6 +69,8 @@ class Fp8Storage(ExpertStorage):
     - ``scale``: usual suffix of the weight's scale, for messages
     """
 
+    interleaved = True
+
     group: GroupShape
     activation: QuantKey | None
     why: str
@@ -82,10 +86,17 @@ class Fp8Storage(ExpertStorage):
                 f"{layer.prefix} is stored transposed with blocks of {block_rows}x{block_cols}: "
                 "which of the two counts output rows is not known"
             )
-        shared = block_rows > 1 and _shares_block(layer, block_rows, transposed)
+        mixed = is_interleaved(layer)
+        if mixed and block_rows > 1 and block_rows % 2:
+            raise CheckpointError(
+                f"{layer.prefix} has gate and up rows in turns and blocks of {block_rows} rows, expected an even number"
+            )
+        shared = block_rows > 1 and not mixed and _shares_block(layer, block_rows, transposed)
         rows = math.gcd(_stacked_rows(layer, transposed) // 2, block_rows) if shared else block_rows
+        if mixed and block_rows > 1:
+            rows = block_rows // 2  # a block holds as many rows of gate as of up
         key = kMxfp8Static if self.microscaling else kFp8Static128BlockSym.with_group(rows, block_cols)
-        return Fp8Layout(layer, key, self.activation, self, transposed, shared, rows)
+        return Fp8Layout(layer, key, self.activation, self, transposed, shared, rows, mixed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +104,15 @@ class Fp8Layout(QuantizedLayout):
     """How the layer's matrices and their scales lie.
 
     ``transposed``: matrices are stored [K, rows]; ``shared``: gate and up are one matrix whose blocks straddle both;
-    ``rows``: rows that share a scale in the canonical form, less than ``storage.group.row`` where ``shared``.
+    ``rows``: rows that share a scale in the canonical form, less than ``storage.group.row`` where ``shared``;
+    ``mixed``: gate and up rows are stored in turns (gpt-oss).
     """
 
     storage: Fp8Storage
     transposed: bool
     shared: bool
     rows: int
+    mixed: bool
 
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
         layer, storage = self.layer, self.storage
@@ -135,7 +148,14 @@ class Fp8Layout(QuantizedLayout):
         scale = _required(scale_suffix(layer, projections[0]))
         values = Values.POSITIVE if self.storage.group.is_per_tensor else Values.SCALE
         rows, cols = matrices.sizes[projections[0]]
-        arrange = _transposed if self.transposed else None
+        mixed = self.mixed and "gate_up" in projections
+
+        def in_order(stored: Tensor) -> Tensor:
+            return gate_rows_first(stored, dim=1) if mixed else stored
+
+        arrange = (
+            (lambda stored: in_order(stored.mT if self.transposed else stored)) if self.transposed or mixed else None
+        )
         tensors = {name: (yield from ask("weight", Values.FINITE, arrange=arrange))}
         tensors[f"{name}_scale"] = yield from ask(
             scale, values, arrange=lambda stored: self._scales(stored, projections[0], rows, cols)
@@ -150,19 +170,26 @@ class Fp8Layout(QuantizedLayout):
                 self.weight_key,
                 experts=experts,
                 is_zero=lambda codes: (codes.view(torch.uint8) & 0x7F) == 0,
+                interleaved=mixed,
             )
         if self.is_static:
             static = _required(input_suffix(layer, projections[0]))
             both = yield from ask(static, Values.POSITIVE, arrange=lambda stored: stored.float().reshape(-1, 1))
             tensors[f"{name}_input_scale"] = both.amax(dim=1)
         if has_bias:
-            tensors[f"{name}_bias"] = yield from ask("bias", Values.FINITE, arrange=torch.Tensor.float)
+            tensors[f"{name}_bias"] = yield from ask(
+                "bias", Values.FINITE, arrange=lambda stored: in_order(stored.float())
+            )
         return tensors
 
     # ------------------------------------------------------------------ shapes
 
+    @property
+    def interleaved(self) -> bool:
+        return self.mixed
+
     def axes(self, projection: str) -> Mapping[str, Axes] | None:
-        if self.shared:
+        if self.shared or (self.mixed and self.storage.group.row > 1):
             return None
         layer, group = self.layer, self.storage.group
         first, second = (1, 0) if self.transposed else (0, 1)
@@ -189,7 +216,7 @@ class Fp8Layout(QuantizedLayout):
             return [(), (1,), (1, 1)]
         if group.is_per_row:
             return [self._stored(rows, 1), (rows,)]
-        parts = 2 if projection == "gate_up" and not self.shared else 1
+        parts = 2 if projection == "gate_up" and not (self.shared or self.mixed) else 1
         grid = (parts * -(-rows // parts // group.row), -(-cols // group.col))
         return [self._stored(*grid), (grid[0], 1, grid[1], 1)]
 
@@ -206,13 +233,16 @@ class Fp8Layout(QuantizedLayout):
             exact = stored.view(torch.uint8)
         else:
             exact = e8m0_to_float32(stored) if is_e8m0(stored.dtype) else stored.float()
-        group = self.storage.group
+        group, mixed = self.storage.group, self.mixed and projection == "gate_up"
         if group.is_per_tensor:
             return exact.reshape(-1, 1).expand(-1, 2 if projection == "gate_up" else 1)
         if group.is_per_row:
-            return exact.reshape(-1, rows, 1)
+            exact = exact.reshape(-1, rows, 1)
+            return gate_rows_first(exact, dim=1) if mixed else exact
         grid = exact.squeeze(4).squeeze(2) if exact.dim() == 5 else exact
         grid = grid.mT if self.transposed and exact.dim() == 3 else grid
+        if mixed:
+            return gate_rows_first(grid, dim=1) if group.row == 1 else grid.repeat(1, 2, 1)
         if self.rows == group.row:
             return grid
         return grid.repeat_interleave(group.row // self.rows, dim=1)[:, : -(-rows // self.rows)]
@@ -244,10 +274,6 @@ def scale_suffix(layer: LayerExperts, projection: str) -> str | None:
 def input_suffix(layer: LayerExperts, projection: str) -> str | None:
     """Suffix of the projection's static activation scale."""
     return one_suffix(layer, projection, INPUT_SCALES)
-
-
-def _transposed(matrices: Tensor) -> Tensor:
-    return matrices.mT
 
 
 def _required(suffix: str | None) -> str:

@@ -1,6 +1,4 @@
-"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and MXFP8 (any letter case).
-
-FP8_BLOCK_SCALES and FP8_PB are FP8_PB_WO: one checkpoint's two configs call the same tensors by two of these names.
+"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8 in blocks and MXFP8 (any letter case).
 
 Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
 
@@ -9,7 +7,8 @@ Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
 ==========================  ====================================  ===========================================
 FP8                         float32 []                            static per tensor: ``input_scale`` []
 FP8_PER_CHANNEL_PER_TOKEN   float32 [N]                           dynamic per token
-FP8_PB_WO                   float32 [N/128, 1, K/128, 1]          16 bits
+FP8_PB_WO, FP8_PB_REAL      float32 [N/128, 1, K/128, 1]          16 bits
+FP8_PB, FP8_BLOCK_SCALES    the same, or [N/128, K/128]           dynamic per token and 128 columns
 MXFP8                       uint8 [N, K/32] e8m0                  MXFP8
 ==========================  ====================================  ===========================================
 
@@ -23,12 +22,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core import PER_CHANNEL, PER_TENSOR, GroupShape, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp8Dynamic
+from moe_core import (
+    PER_CHANNEL,
+    PER_TENSOR,
+    GroupShape,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+)
 from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
-_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PB")
+#: of FP8 in blocks: whether activations stay in 16 bits
+_BLOCKS = {"FP8_PB_WO": True, "FP8_PB_REAL": True, "FP8_BLOCK_SCALES": False, "FP8_PB": False}
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *_BLOCKS, "MXFP8")
 
 
@@ -53,4 +61,5 @@ class ModelOptFp8Format(QuantizedFormat):
                 return f"group_size is {size} for MXFP8, expected 32"
             return Fp8Storage(MX_GROUP, kMxfp8Dynamic, f"one e8m0 scale per 32 columns: {named}", microscaling=True)
         size = entries.integer("group_size", 128, least=0) or 128
-        return Fp8Storage(GroupShape(size, size), None, f"one scale per block of {size}x{size}: {named}")
+        activation = None if _BLOCKS[algorithm] else kFp8Dynamic128Sym.with_group(1, size)
+        return Fp8Storage(GroupShape(size, size), activation, f"one scale per block of {size}x{size}: {named}")
