@@ -107,6 +107,40 @@ def test_negative_scales_of_integers(tmp_path: Path) -> None:
     assert torch.equal(linear.dequantize(torch.float16), torch.full((4, 8), 64, dtype=torch.float16))
 
 
+SMOOTHED: dict[str, tuple[dict[str, str], Tensor, dict[str, Tensor]]] = {
+    "INT8": (
+        {"quant_algo": "W8A8_SQ_PER_CHANNEL"},
+        torch.full((4, 8), 2, dtype=torch.int8),
+        {"weight_scale": torch.full((4,), 0.5), "input_scale": torch.tensor(0.5)},
+    ),
+    "FP8": ({"quant_algo": "FP8"}, torch.ones(4, 8).to(torch.float8_e4m3fn), {"weight_scale": torch.tensor(1.0)}),
+    "16 bits": ({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, torch.ones(4, 8).bfloat16(), {}),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_factors_of_inputs_become_part_of_the_weight(tmp_path: Path, name: str) -> None:
+    """SmoothQuant's, of every format, and beside a weight that is in 16 bits already."""
+    settings, weight, others = SMOOTHED[name]
+    factors = torch.arange(8).bfloat16() - 3
+    tensors = {"a.weight": weight, "a.pre_quant_scale": factors} | {f"a.{n}": tensor for n, tensor in others.items()}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="modelopt", **settings)
+    (linear,) = quantized_linears(checkpoint, checkpoint.names)
+    assert (set(linear.tensors), linear.shape) == (set(tensors), (4, 8))
+    assert torch.equal(linear.dequantize(), factors.expand(4, 8))
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+@pytest.mark.parametrize("factors", [torch.ones(4), torch.ones(1, 8), torch.full((8,), torch.nan)], ids=str)
+def test_factors_that_do_not_fit(tmp_path: Path, name: str, factors: Tensor) -> None:
+    settings, weight, others = SMOOTHED[name]
+    tensors = {"a.weight": weight, "a.pre_quant_scale": factors} | {f"a.{n}": tensor for n, tensor in others.items()}
+    checkpoint = folder_of(tmp_path, tensors, quant_method="modelopt", **settings)
+    with pytest.raises(mc.CheckpointError, match=r"a\.pre_quant_scale"):
+        for linear in quantized_linears(checkpoint, checkpoint.names):
+            linear.dequantize()
+
+
 @pytest.mark.parametrize("scale", ["k_scale", "output_scale"])
 def test_scales_of_the_cache_say_nothing_of_the_weight(tmp_path: Path, scale: str) -> None:
     tensors = {

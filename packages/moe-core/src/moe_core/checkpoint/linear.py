@@ -19,6 +19,7 @@ from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import PLAIN_DTYPES, ExpertMatrices
 from moe_core.checkpoint.quantized import QuantizedLayout
 from moe_core.checkpoint.reader import Checkpoint
+from moe_core.checkpoint.values import Values, has_bad_values
 from moe_core.errors import CheckpointError
 from moe_core.quantization import dequantize_weight
 
@@ -28,41 +29,55 @@ _WEIGHTS = ("weight", "weight_packed", "qweight")
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "output_scale"})
 #: and queries, which Quark quantises with what is cached
 _CACHED = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
+#: factors of the inputs' columns (ModelOpt's AWQ and SmoothQuant), which become part of the weight here
+_PRE_SCALE = "pre_quant_scale"
 #: the projection under which a linear layer is shown to formats
 _ONLY = "down"
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedLinear:
-    """A linear layer whose weight is quantised in the checkpoint.
+    """A linear layer whose weight in 16 bits is not stored as such.
 
     - ``name`` of the module ("model.layers.0.self_attn.q_proj"), ``tensors``: names of all it has but its bias
     - ``shape`` [rows, cols] of the weight
+    - ``layout`` of a quantized weight, None for one in 16 bits; ``factors``: name of the factors of its inputs' columns
     """
 
     name: str
     tensors: tuple[str, ...]
     shape: tuple[int, int]
-    layout: QuantizedLayout
+    checkpoint: Checkpoint
+    layout: QuantizedLayout | None
+    factors: str | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Tensor:
         """The weight [rows, cols] in ``dtype`` on ``device``; CheckpointError names a tensor that is broken.
 
-        Factors of the input's columns (AWQ's smoothing) are multiplied into it.
+        Factors of the input's columns (AWQ's and SmoothQuant's smoothing) are multiplied into it.
         """
+        if self.factors is None:
+            return self._weight(dtype, device)
+        factors = self.checkpoint.tensor(self.factors, device)
+        if bool(has_bad_values(factors, Values.FINITE)):
+            raise CheckpointError(f"{self.factors} holds NaN or Inf, expected finite factors")
+        return self._weight(torch.float32, device).mul_(factors.float()).to(dtype)
+
+    def _weight(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """The weight without its factors."""
+        if self.layout is None:
+            return self.checkpoint.tensor(f"{self.name}.weight", device).to(dtype)
         matrices = _matrices(self.shape)
         found = self.layout.stacked([("w2", (_ONLY,))], matrices, (0,), device, has_bias=False)
-        factors = found.get("w2_pre_scale")
-        weight = dequantize_weight(
+        return dequantize_weight(
             found["w2"],
             found["w2_scale"],
             self.layout.weight_key,
             zero_point=found.get("w2_zero_point"),
             g_idx=found.get("w2_g_idx"),
             cols=self.shape[1],
-            dtype=dtype if factors is None else torch.float32,
+            dtype=dtype,
         )[0]
-        return weight if factors is None else weight.mul_(factors).to(dtype)
 
 
 def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[QuantizedLinear]:
@@ -77,7 +92,7 @@ def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[
         modules.setdefault(module, {})[suffix] = name
     for module, found in modules.items():
         weight = next((found[suffix] for suffix in _WEIGHTS if suffix in found), None)
-        if weight is None or checkpoint.info(weight).dtype in PLAIN_DTYPES:
+        if weight is None or (_PRE_SCALE not in found and checkpoint.info(weight).dtype in PLAIN_DTYPES):
             continue
         found.pop("bias", None)
         # the cache is quantised by its own scales, or not at all: they say nothing of the weight
@@ -86,9 +101,23 @@ def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[
         yield _resolve(checkpoint, module, of_weight, tuple(found.values()))
 
 
-def _resolve(
-    checkpoint: Checkpoint, module: str, found: Mapping[str, str], tensors: tuple[str, ...]
-) -> QuantizedLinear:
+def _resolve(checkpoint: Checkpoint, module: str, found: dict[str, str], tensors: tuple[str, ...]) -> QuantizedLinear:
+    factors = found.pop(_PRE_SCALE, None)
+    layout: QuantizedLayout | None = None
+    if found.keys() != {"weight"} or checkpoint.info(found["weight"]).dtype not in PLAIN_DTYPES:
+        # inputs stay in 16 bits, whose static scales need not be there
+        layout = replace(_layout(checkpoint, module, found), activation_key=None)
+    shape = checkpoint.info(found["weight"]).shape if layout is None else _shape(layout)
+    if len(shape) != 2 or (factors is not None and checkpoint.info(factors).shape != shape[1:]):
+        named = factors or found["weight"]
+        raise CheckpointError(
+            f"{named} has shape {list(checkpoint.info(named).shape)}, expected one factor for each input of the weight "
+            f"{list(shape)}"
+        )
+    return QuantizedLinear(module, tensors, (shape[0], shape[1]), checkpoint, layout, factors)
+
+
+def _layout(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> QuantizedLayout:
     indices = [int(part) for part in module.split(".") if part.isdecimal()]
     layer = LayerExperts(
         checkpoint,
@@ -101,15 +130,12 @@ def _resolve(
         _infos={(_ONLY, suffix): checkpoint.info(name) for suffix, name in found.items()},
     )
     detected = detect_format(checkpoint, layer)
-    layout = detected.layout
-    if not isinstance(layout, QuantizedLayout):
+    if not isinstance(detected.layout, QuantizedLayout):
         raise CheckpointError(
             f"{checkpoint.path}: {module} is a linear layer of the format {detected.format.name}, "
             "which reads experts alone"
         )
-    # inputs stay in 16 bits, whose static scales need not be there
-    layout = replace(layout, activation_key=None)
-    return QuantizedLinear(module, tensors, _shape(layout), layout)
+    return detected.layout
 
 
 def _shape(layout: QuantizedLayout) -> tuple[int, int]:
