@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from moe_core import CheckpointError, CheckpointWarning, ConfigError, MoEError, SchemeNotInstalledError
-from moe_core.errors import MAX_MESSAGE, did_you_mean, printable
+from moe_core.errors import MAX_MESSAGE, did_you_mean, printable, with_widths_of
 
 
 @pytest.mark.parametrize("kind", [MoEError, ConfigError, CheckpointError, SchemeNotInstalledError])
@@ -62,3 +62,10 @@ def test_warnings_are_printable() -> None:
     with pytest.warns(CheckpointWarning) as caught:
         warnings.warn(f"{HOSTILE}\n", CheckpointWarning, stacklevel=1)
     assert str(caught[0].message) == SHOWN + r"\n"
+
+
+def test_widths_are_not_mistyped() -> None:
+    methods = ["fp8", "w8a8_fp8", "w8a8_int8"]
+    assert with_widths_of("w4afp8", methods) == []
+    assert with_widths_of("w8a8", methods) == methods[1:]
+    assert with_widths_of("pf8", methods) == methods

@@ -12,6 +12,7 @@ take as a command is escaped here, in every message (:func:`printable`).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -123,6 +124,15 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     close = longer[:4] or difflib.get_close_matches(asked, lower, n=1, cutoff=0.7)
     names = ", ".join(repr(lower[other]) for other in close[:-1])
     return f"; did you mean {names}{' or ' if names else ''}{lower[close[-1]]!r}?" if close else ""
+
+
+def with_widths_of(name: object, known: Iterable[str]) -> list[str]:
+    """Those of ``known`` that may be meant by a name of number formats: widths are not mistyped.
+
+    "w4afp8" is not "w8a8_fp8", but "w8a8" may be.
+    """
+    digits = re.findall(r"\d", str(name)[:100])
+    return [other for other in known if re.findall(r"\d", other)[: len(digits)] == digits]
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -33,6 +33,7 @@ from moe_core.errors import (
     RegistryError,
     SchemeNotInstalledError,
     did_you_mean,
+    with_widths_of,
 )
 from moe_core.install import how_to_install
 from moe_core.oracle import Oracle
@@ -136,7 +137,7 @@ class Registry:
         found = self._scheme(name)
         if found is None:
             known = ", ".join(self.scheme_names()) or "none"
-            meant = did_you_mean(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name})
+            meant = did_you_mean(name, with_widths_of(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name}))
             raise SchemeNotInstalledError(
                 f"scheme {name!r} is not installed (installed: {known}){how_to_add(name) or meant}"
             )
@@ -188,7 +189,7 @@ class Registry:
         found = self._online().get(quantization)
         if found is None:
             known = ", ".join(self.online_names()) or f"none; a scheme brings them, e.g. {install_hint('fp8')}"
-            meant = did_you_mean(quantization, self.online_names())
+            meant = did_you_mean(quantization, with_widths_of(quantization, self.online_names()))
             raise ConfigError(f"quantize={quantization!r} is unknown{meant}; installed: {known}")
         return self._usable(found)
 

@@ -40,6 +40,12 @@ BYTES, SCALES, ONE = (
     torch.ones(1),
 )
 
+STATIC_W4AFP8 = {
+    "targets": ["Linear"],
+    "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128},
+    "input_activations": {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False},
+}
+
 # as each tool names an expert's tensors
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "modelopt NVFP4": (
@@ -73,6 +79,26 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "HQQ": ({"quant_method": "hqq"}, experts(W_q=BYTES, scale=ONE, zero=ONE), "HQQ"),
     "torchao": ({"quant_method": "torchao", "quant_type": "int4"}, experts(weight=BYTES, scale=ONE), "torchao"),
     "FP-Quant": ({"quant_method": "fp_quant"}, experts(qweight=BYTES, scales=ONE), "FP-Quant"),
+    "W4AFP8": (
+        {"quant_method": "w4afp8"},
+        experts(weight=BYTES.view(torch.int8), weight_scale_inv=ONE, input_scale=ONE),
+        "W4AFP8 (SGLang: INT4 weights with static FP8 activations)",
+    ),
+    "W4AFP8 under the name of its attention": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        experts(weight=BYTES.view(torch.int8), weight_scale_inv=ONE, input_scale=ONE),
+        "W4AFP8 (SGLang: INT4 weights with static FP8 activations)",
+    ),
+    "ModelOpt W4A8_AWQ": (
+        {"quant_method": "modelopt", "quant_algo": "w4a8_awq"},
+        experts(weight=BYTES, weight_scale=ONE, weight_scale_2=ONE, pre_quant_scale=ONE, input_scale=ONE),
+        "W4A8_AWQ (INT4 weights with static FP8 activations)",
+    ),
+    "compressed-tensors W4AFP8, static": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": STATIC_W4AFP8}},
+        experts(weight_packed=torch.zeros(N, K // 8, dtype=torch.int32), weight_scale=ONE, input_scale=ONE),
+        "INT4 weights with static FP8 activations",
+    ),
     "AQLM": ({"quant_method": "AQLM"}, experts(codes=BYTES, codebooks=ONE, scales=ONE), "AQLM"),
 }
 

@@ -12,7 +12,7 @@ from moe_core.checkpoint.matrices import unquantized_reason
 from moe_core.checkpoint.modelopt import is_modelopt
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.unsupported import INSTEAD, unsupported_quantization
-from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError, did_you_mean
+from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError, did_you_mean, with_widths_of
 from moe_core.plugins import PluginFault, Raised, attempt
 from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
 
@@ -82,7 +82,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
     relevant = [text for named, text in reasons if named]
     if reasons and not relevant:
         methods = sorted({name for scheme in plugins.schemes() for name in scheme.quant_methods})
-        relevant.append(f"expected one of {', '.join(methods)}{did_you_mean(method, methods)}")
+        relevant.append(f"expected one of {', '.join(methods)}{did_you_mean(method, with_widths_of(method, methods))}")
     relevant += [str(fault) for fault in plugins.faults() if fault.kind in ("scheme", "format", "distribution")]
     known = "; ".join(relevant) if relevant else f"none is installed; a scheme brings them, e.g. {install_hint('fp8')}"
     raise CheckpointError(

@@ -28,6 +28,9 @@ NVFP4 = "NVFP4"
 _BITSANDBYTES = "bitsandbytes (NF4, FP4 or LLM.int8)"
 _EXL2, _EXL3 = "EXL2 (ExLlamaV2)", "EXL3 (ExLlamaV3)"
 
+_INT4_FP8 = "INT4 weights with static FP8 activations"
+_W4AFP8 = f"W4AFP8 (SGLang: {_INT4_FP8})"
+
 #: by ``quant_method``
 _METHODS = {
     "aqlm": "AQLM",
@@ -52,6 +55,7 @@ _METHODS = {
     "squeezellm": "SqueezeLLM",
     "torchao": "torchao",
     "vptq": "VPTQ",
+    "w4afp8": _W4AFP8,
 }
 
 #: by what the names of an expert's tensors end with; all of a row must be there
@@ -75,12 +79,39 @@ def unsupported_quantization(quantization: Mapping[str, Any], stored: Mapping[st
     for row, what in _SUFFIXES:
         if stored.keys() >= set(row):
             return what
-    if stored.keys() >= {"weight_scale", "weight_scale_2"} and stored.get("weight") in ("U8", "I8"):
-        return NVFP4
+    codes = next((kind for suffix, kind in stored.items() if suffix in ("weight", "weight_packed")), None)
+    if stored.keys() >= {"weight_scale", "weight_scale_2"} and codes in ("U8", "I8"):
+        # ModelOpt's W4A8_AWQ has as many scales, in floats of 16 or 32 bits
+        return NVFP4 if stored["weight_scale"] == "F8_E4M3" else f"W4A8_AWQ ({_INT4_FP8})"
     method = str(quantization.get("quant_method", "")).lower()
     if method == "auto-round" and str(quantization.get("data_type", "")).startswith("nv_fp"):
         return NVFP4
+    if method == "modelopt" and str(quantization.get("quant_algo", "")).upper() == "W4A8_AWQ":
+        return f"W4A8_AWQ ({_INT4_FP8})"
+    if codes in ("I8", "U8", "I32") and "input_scale" in stored:
+        if stored.get("weight_scale_inv") in ("F32", "BF16", "F16"):
+            return _W4AFP8
+        if any(map(_is_int4_fp8, _groups(quantization))):
+            return _INT4_FP8
     return _METHODS.get(method)
+
+
+def _groups(quantization: Mapping[str, Any]) -> Iterable[Any]:
+    """The groups of compressed-tensors."""
+    groups = quantization.get("config_groups")
+    return groups.values() if isinstance(groups, dict) else ()
+
+
+def _is_int4_fp8(group: Any) -> bool:
+    """Whether int4 weights meet static float8 activations in a group of compressed-tensors."""
+    parts = [group.get(name) if isinstance(group, dict) else None for name in ("weights", "input_activations")]
+    kinds = [
+        (part.get("type", "int"), part.get("num_bits", 8), part.get("dynamic", False))
+        if isinstance(part, dict)
+        else None
+        for part in parts
+    ]
+    return kinds == [("int", 4, False), ("float", 8, False)]
 
 
 def unsupported_files(paths: Iterable[Path]) -> str | None:
