@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from moe_core import CheckpointError
 from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
+from moe_core.checkpoint.model import read_model
 from moe_core.checkpoint.names import parse_name
 from moe_core_checkpoints import E, K, N, expert_tensors, layer_tensors, write
+from safetensors.torch import save_file
 
 NAMINGS = {
     "model.layers.0.mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -239,3 +242,32 @@ def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'weight' of 'gate_up' is missing"):
         layer.tensor(0, "gate_up", "weight")
     assert repr(layer) == "LayerExperts('model.layers.0.mlp.experts', 4 experts)"
+
+
+LEFT_OUT: dict[str, Callable[[str], bool]] = {
+    "all experts": lambda name: ".experts." in name,
+    "one layer": lambda name: name.startswith("model.layers.1."),
+    "one expert": lambda name: name.startswith(f"{LAST_LAYER}.experts.1."),
+    "the last expert": lambda name: name.startswith(f"{LAST_LAYER}.experts.{E - 1}."),
+    "one projection": lambda name: name.startswith(f"{LAST_LAYER}.experts.") and ".down_proj." in name,
+    "one tensor": lambda name: name == f"{LAST_LAYER}.experts.2.up_proj.weight",
+}
+LAST_LAYER = "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "single file"])
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_a_file_that_is_not_read_is_named(tmp_path: Path, what: str, indexed: bool) -> None:
+    left_out = LEFT_OUT[what]
+    tensors = {**layer_tensors(0), **layer_tensors(1)}
+    there = {name: tensor for name, tensor in tensors.items() if not left_out(name)}
+    folder = write(tmp_path, there, shards=2 if indexed else 0)
+    save_file({name: tensor for name, tensor in tensors.items() if left_out(name)}, folder / "model-other.safetensors")
+    (folder / "model-broken.safetensors").write_bytes(b"?")
+    why = "index.json leaves this file out" if indexed else "model.safetensors alone is read"
+    with pytest.raises(CheckpointError, match=rf"model-other\.safetensors holds model\.layers\..*{why}"):
+        read_model(find_layer(Checkpoint.open(folder), 1))
+    (folder / "model-other.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        read_model(find_layer(Checkpoint.open(folder), 1))
+    assert "safetensors holds" not in str(caught.value)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_core.checkpoint.config_keys import names_experts
 from moe_core.checkpoint.families import refusal_of
 from moe_core.checkpoint.files import PICKLE_HINT, pickled_files
-from moe_core.checkpoint.names import Key, LayerNames
+from moe_core.checkpoint.names import Key, LayerNames, parse_name
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.safetensors_file import Part, TensorInfo
 from moe_core.checkpoint.staging import places_of
@@ -205,8 +205,21 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
     elif isinstance(index, bool) or not hasattr(index, "__index__"):
         raise ConfigError(f"layer is {index!r}, expected the index of a layer: {ranges(layers)}")
     if index not in layers:
-        raise CheckpointError(f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}")
+        raise CheckpointError(
+            f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}"
+            f"{left_out(checkpoint, index)}"
+        )
     return checkpoint.once((stack, index), lambda: _collect(checkpoint, layers[index]))
+
+
+def left_out(checkpoint: Checkpoint, layer: int | None = None) -> str:
+    """What to add where experts (of a ``layer``) are missing: the file that holds some and is not read."""
+
+    def wanted(name: str) -> bool:
+        parsed = parse_name(name)
+        return parsed is not None and layer in (None, parsed.layer)
+
+    return checkpoint.left_out(wanted)
 
 
 def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
@@ -215,12 +228,13 @@ def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
     refusal = refusal_of(kind) if isinstance(kind, str) else None
     pickled = pickled_files(checkpoint.path)
     foreign = unsupported_names(checkpoint.names)
-    if refusal is None and not pickled and foreign is None and not names_experts(checkpoint.config):
+    hint = left_out(checkpoint)
+    if refusal is None and not pickled and foreign is None and not hint and not names_experts(checkpoint.config):
         return CheckpointError(
             f"{checkpoint.path} is a dense model (model_type {kind!r}): config.json names no experts and no tensor is "
             "one's; what is run here are the experts of mixture-of-experts models"
         )
-    hint = f"; models of this type are not supported: {refusal}" if refusal is not None else ""
+    hint += f"; models of this type are not supported: {refusal}" if refusal is not None else ""
     hint += f"; the experts may be in {', '.join(pickled[:3])}: {PICKLE_HINT}" if pickled else ""
     hint += f"; {foreign}" if foreign is not None else ""
     return CheckpointError(
@@ -247,7 +261,7 @@ def _collect(checkpoint: Checkpoint, found: LayerNames) -> LayerExperts:
         names = _complete(checkpoint, found)
         infos = {key: _uniform_info(checkpoint, tensors) for key, tensors in names.items()}
         experts = len(next(iter(names.values())))
-    _check_projections(found.prefix, frozenset(projection for projection, _ in infos))
+    _check_projections(checkpoint, found, frozenset(projection for projection, _ in infos))
     _refuse_others(checkpoint, found.prefix)
     return LayerExperts(checkpoint, found.prefix, found.block, found.layer, experts, bool(stacked), names, infos)
 
@@ -276,7 +290,10 @@ def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str,
     for position, expert in enumerate(experts):
         if position != expert:
             sample = next(tensors[expert] for tensors in found.tensors.values() if expert in tensors)
-            raise CheckpointError(f"expert {position} is missing: {sample} is there, tensors of {position} are not")
+            raise CheckpointError(
+                f"expert {position} is missing: {sample} is there, tensors of {position} are not"
+                f"{left_out(checkpoint, found.layer)}"
+            )
     names: dict[Key, tuple[str, ...]] = {}
     for key, tensors in sorted(found.tensors.items()):
         if len(tensors) < len(experts):
@@ -285,7 +302,9 @@ def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str,
             # behind the prefix the first number is the expert's, with a projection before or after it
             begin, _, end = there[len(found.prefix) :].partition(f".{other}.")
             missing = f"{found.prefix}{begin}.{expert}.{end}"
-            raise CheckpointError(f"{missing} is missing in {checkpoint.path} ({there} is there)")
+            raise CheckpointError(
+                f"{missing} is missing in {checkpoint.path} ({there} is there){left_out(checkpoint, found.layer)}"
+            )
         names[key] = tuple(map(tensors.__getitem__, experts))
     return names
 
@@ -299,11 +318,11 @@ def _uniform_info(checkpoint: Checkpoint, names: Sequence[str]) -> TensorInfo:
     return info
 
 
-def _check_projections(prefix: str, found: frozenset[str]) -> None:
+def _check_projections(checkpoint: Checkpoint, layer: LayerNames, found: frozenset[str]) -> None:
     if found not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
         raise CheckpointError(
-            f"{prefix} has the projections {', '.join(sorted(found))}; "
-            "expected gate, up and down, or gate_up and down, or up and down"
+            f"{layer.prefix} has the projections {', '.join(sorted(found))}; "
+            f"expected gate, up and down, or gate_up and down, or up and down{left_out(checkpoint, layer.layer)}"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.checkpoint import config_keys as keys
 from moe_core.checkpoint.config_keys import ConfigKeys
-from moe_core.checkpoint.experts import LayerExperts
+from moe_core.checkpoint.experts import LayerExperts, left_out
 from moe_core.checkpoint.families import FAMILIES, Family, family_of, guess, refusal_of
 from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
 from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
@@ -156,6 +156,7 @@ def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int,
         raise entries.error(
             f"{experts_key} is {experts}, but {layer.prefix} holds {layer.num_experts} experts"
             + (f": expert {layer.num_experts} is missing" if layer.num_experts < experts else "")
+            + left_out(layer.checkpoint, layer.index)
         )
     top_k = given.top_k
     if top_k is None:

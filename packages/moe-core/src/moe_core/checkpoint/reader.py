@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.families import DEFAULT_STACKS
-from moe_core.checkpoint.files import check_folder, check_shards, index_file, shard_path, unindexed_files
+from moe_core.checkpoint.files import SINGLE_NAME, check_folder, check_shards, index_file, shard_path, unindexed_files
 from moe_core.checkpoint.names import ExpertNames, LayerNames, by_layer
 from moe_core.checkpoint.open_file import FileState
 from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile, Span, TensorInfo
@@ -168,6 +168,26 @@ class Checkpoint:
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
+
+    def left_out(self, wanted: Callable[[str], bool]) -> str:
+        """What to add to an error where a ``wanted`` tensor is missing: the file that holds one and is not read.
+
+        An index may leave out a file of the folder, or model.safetensors stand beside others.
+        """
+        for path in sorted(self.path.glob("*.safetensors")):
+            if path in self.files:
+                continue
+            try:
+                names = SafetensorsFile(path).kinds
+            except CheckpointError:  # of files that are not read anything may be wrong
+                continue
+            found = next((name for name in names if name not in self and wanted(name)), None)
+            if found is None:
+                continue
+            index = index_file(self.path)
+            why = f"{SINGLE_NAME} alone is read" if index is None else f"{index.name} leaves this file out"
+            return f"; {path.name} holds {found}, but {why}: correct or remove {SINGLE_NAME if index is None else 'it'}"
+        return ""
 
     def info(self, name: str) -> TensorInfo:
         """dtype and shape of a tensor, from the header of its file."""

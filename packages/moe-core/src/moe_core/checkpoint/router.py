@@ -66,7 +66,9 @@ class RouterTensors:
 
     def missing(self, ends: Sequence[str], why: str) -> CheckpointError:
         """What to raise where a tensor of one of these names is needed."""
-        return CheckpointError(f"{self.layer.block}.{ends[0]} is missing in {self.layer.checkpoint.path}: {why}")
+        names = {f"{self.layer.block}.{end}" for end in ends}
+        hint = self.layer.checkpoint.left_out(names.__contains__)
+        return CheckpointError(f"{self.layer.block}.{ends[0]} is missing in {self.layer.checkpoint.path}: {why}{hint}")
 
     def read_weight(self, hidden_size: int, *, strict: bool = True) -> Tensor | None:
         """[E, K] in floating point, or None where there is none.

@@ -25,9 +25,14 @@ def one_suffix(layer: LayerExperts, projection: str, suffixes: Sequence[str]) ->
 
 def missing(layer: LayerExperts, projection: str, suffix: str, *, weight: str = "weight") -> str:
     """What to say where the projection lacks ``suffix``; ``weight``: the suffix that it does have."""
-    return (
-        f"{layer.name(0, projection, weight).removesuffix(f'.{weight}')}.{suffix} is missing in {layer.checkpoint.path}"
-    )
+    name = f"{layer.name(0, projection, weight).removesuffix(f'.{weight}')}.{suffix}"
+    return missing_tensor(layer, name)
+
+
+def missing_tensor(layer: LayerExperts, name: str) -> str:
+    """What to say of a tensor of the layer that is not there: where it was looked for, and where it is instead."""
+    checkpoint = layer.checkpoint
+    return f"{name} is missing in {checkpoint.path}{checkpoint.left_out(name.__eq__)}"
 
 
 def refuse_zero_points(layer: LayerExperts, projection: str, suffix: str, experts: Sequence[int]) -> None:

@@ -43,6 +43,7 @@ from moe_core.format_api import (
     checked,
     gate_rows_first,
     is_interleaved,
+    missing_tensor,
     module_name,
     one_suffix,
     refuse_zero_points,
@@ -145,7 +146,7 @@ class Mxfp4Layout(QuantizedLayout):
         # stacked tensors have no module of their own: their suffix follows an underscore
         separator = "_" if layer.stacked_names else "."
         name = f"{module_name(layer, projection)}{separator}{suffix}"
-        return CheckpointError(f"{name} is missing in {layer.checkpoint.path} ({self.storage.why})")
+        return CheckpointError(f"{missing_tensor(layer, name)} ({self.storage.why})")
 
     def _unquantised(self, projection: str, weight: str) -> CheckpointError:
         """A projection in 16 bits beside quantised ones: tools leave matrices alone whose sizes don't fit groups."""

@@ -41,6 +41,7 @@ from moe_core.format_api import (
     gate_rows_first,
     is_interleaved,
     load_checked,
+    missing_tensor,
     module_name,
     refuse_zero_points,
 )
@@ -175,7 +176,7 @@ class WNA16Layout(QuantizedLayout):
     def _missing(self, projection: str, suffix: str) -> CheckpointError:
         self._refuse_unquantised(projection)
         name = f"{module_name(self.layer, projection)}{self.storage.packing.joint}{suffix}"
-        return CheckpointError(f"{name} is missing in {self.layer.checkpoint.path} ({self.storage.why})")
+        return CheckpointError(f"{missing_tensor(self.layer, name)} ({self.storage.why})")
 
     def _refuse_unquantised(self, projection: str) -> None:
         """CheckpointError for a projection in 16 bits beside quantised ones."""
