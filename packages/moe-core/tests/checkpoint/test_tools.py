@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from moe_core import CheckpointError
 from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
 from moe_core.checkpoint.auto_round import auto_round_settings
@@ -95,6 +96,23 @@ def test_quark_by_name_class_and_globally(layer: LayerExperts) -> None:
         quark_layer(dict(quantization), layer)
 
 
+def test_quark_exact_names_before_patterns(layer: LayerExperts) -> None:
+    names = [f"{PREFIX}.{expert}.{p}_proj" for expert in range(4) for p in ("gate", "up", "down")]
+    by_name = {"*experts*": {"weight": {"dtype": "a"}}} | {name: {"weight": {"dtype": "b"}} for name in names}
+    found = quark_layer({"layer_quant_config": by_name}, layer)
+    assert not isinstance(found, str)
+    assert found.weight.dtype == "b"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_quark_classes_of_experts_before_linear(layer: LayerExperts, order: int) -> None:
+    classes = {"<class 'torch.nn.modules.linear.Linear'>": "a", "<class 'x.Qwen3MoeExperts'>": "b"}
+    by_type = {name: {"weight": {"dtype": dtype}} for name, dtype in list(classes.items())[::order]}
+    found = quark_layer({"layer_type_quant_config": by_type}, layer)
+    assert not isinstance(found, str)
+    assert found.weight.dtype == "b"
+
+
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [({"weight": None}, "weight is null"), ({"weight": {}, "output_tensors": {}}, "output_tensors are quantised")],
@@ -144,3 +162,85 @@ def test_a_config_is_understood_once(layer: LayerExperts, parse: Callable[..., A
     changed = copy.deepcopy(quantization)
     assert parse(changed, layer) is not found
     assert parse(quantization, find_layer(layer.checkpoint)) is not found
+
+
+#: beginnings of module names: in the file, and in the tool's config
+NAMINGS = [
+    ("model", "language_model.model"),
+    ("language_model.model", "model.language_model"),
+    ("model.language_model", "model"),
+    ("backbone", "model"),
+]
+
+
+def named(module: str, bits: int) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """A config of each tool that has settings with ``bits`` for the module, and others for the rest of the model."""
+    own, rest = {"bits": bits}, {"bits": 2}
+    groups = {
+        "rest": {"targets": ["Linear"], "weights": {"num_bits": 2}},
+        "own": {"targets": [module], "weights": {"num_bits": bits}},
+    }
+    pattern = f"^{re.escape(module)}$"
+    return {
+        "compressed-tensors": (quant_group, {"config_groups": groups}),
+        "quark": (
+            quark_layer,
+            {
+                "layer_quant_config": {module: {"weight": {"group_size": bits}}},
+                "global_quant_config": {"weight": {"group_size": 2}},
+            },
+        ),
+        "modelopt": (quant_algo, mixed(**{module: {"quant_algo": "FP8", "group_size": bits}})),
+        "gptq": (gptq_settings, {**rest, "dynamic": {f"+:{pattern}": own}}),
+        "auto-round": (auto_round_settings, {**rest, "extra_config": {module: own}}),
+        "auto-round, pattern": (auto_round_settings, {**rest, "extra_config": {pattern: own}}),
+    }
+
+
+def bits_of(found: Any) -> int:
+    if isinstance(found, tuple):
+        return int(found[1].entries["group_size"])
+    if hasattr(found, "weights"):
+        return int(found.weights.num_bits)
+    return int(found.weight.group_size if hasattr(found, "weight") else found.bits)
+
+
+def linear_layer(folder: Path, module: str) -> LayerExperts:
+    """A linear layer as formats see it: one expert of one projection."""
+    checkpoint = Checkpoint.open(write(folder, {f"{module}.weight": torch.ones(2, 2)}))
+    info = checkpoint.info(f"{module}.weight")
+    key = ("down", "weight")
+    return LayerExperts(checkpoint, module, module, 0, 1, False, {key: (info.name,)}, {key: info})
+
+
+@pytest.mark.parametrize(("stored", "stated"), NAMINGS)
+@pytest.mark.parametrize("tool", named("", 8))
+def test_settings_in_another_naming(tmp_path: Path, tool: str, stored: str, stated: str) -> None:
+    """Of linear layers, and of experts one by one."""
+    end = "layers.3.self_attn.q_proj"
+    parse, quantization = named(f"{stated}.{end}", 8)[tool]
+    assert bits_of(parse(quantization, linear_layer(tmp_path / "a", f"{stored}.{end}"))) == 8
+    tensors = expert_tensors(f"{stored}.layers.0.mlp", ("up_proj", "down_proj"), experts=1)
+    layer = find_layer(Checkpoint.open(write(tmp_path / "b", tensors)))
+    prefix = f"{stated}.layers.0.mlp.experts.0"
+    parts = [named(f"{prefix}.{projection}_proj", 8)[tool][1] for projection in ("up", "down")]
+    assert bits_of(parse(merged(*parts), layer)) == 8
+
+
+@pytest.mark.parametrize("tool", sorted(named("", 8).keys() - {"modelopt"}))
+def test_layers_of_other_parts_of_a_model_are_others(tmp_path: Path, tool: str) -> None:
+    """A vision tower has layers with numbers too."""
+    parse, quantization = named("model.layers.3.self_attn.q_proj", 8)[tool]
+    layer = linear_layer(tmp_path, "vision_tower.encoder.layers.3.self_attn.q_proj")
+    assert bits_of(parse(quantization, layer)) == 2
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Both objects: their entries, and those of their objects; lists one behind the other."""
+    if isinstance(one, list):
+        return [*one, *(item for item in other if item not in one)]
+    if not isinstance(one, dict):
+        return one
+    return {
+        key: merged(one[key], other[key]) if key in one and key in other else (one | other)[key] for key in one | other
+    }

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
-from moe_core.checkpoint.namings import under_any_name
+from moe_core.checkpoint.namings import is_experts_class, under_any_name
 from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, one_of, short
 from moe_core.errors import CheckpointError
@@ -21,8 +21,6 @@ from moe_core.errors import CheckpointError
 _TYPES = ("int", "float")
 #: classes that a linear module belongs to, the closest first
 _LINEAR_CLASSES = ("Linear", "Module")
-#: classes of experts that every token takes, which are linear modules here
-_SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
 #: strategies that a group size belongs to
 _GROUPED = ("group", "tensor_group")
 #: orders of columns: with a group for each ("group", also "dynamic"), or undone before the file was written
@@ -243,7 +241,7 @@ def _owners(targets: Mapping[str, Sequence[str]], where: str, layer: LayerExpert
     ]
     exact = under_any_name(groups.get, layer)
     matched = under_any_name(lambda name: next((g for g, pattern in patterns if pattern.match(name)), None), layer)
-    of_class = () if layer.is_linear else tuple(dict.fromkeys(groups[t] for t in groups if _is_experts_class(t)))
+    of_class = () if layer.is_linear else tuple(dict.fromkeys(groups[t] for t in groups if is_experts_class(t)))
     of_class = of_class or tuple(groups[name] for name in _LINEAR_CLASSES if name in groups)[:1]
 
     def choose(module: str) -> tuple[str, ...]:
@@ -251,11 +249,6 @@ def _owners(targets: Mapping[str, Sequence[str]], where: str, layer: LayerExpert
         return of_class if named is None else (named,)
 
     return choose
-
-
-def _is_experts_class(target: str) -> bool:
-    """Whether a target is the class of a module that holds a layer's routed experts ("Qwen3MoeExperts", "FusedMoE")."""
-    return target.isidentifier() and target.lower().endswith(("experts", "moe")) and target not in _SHARED_EXPERTS
 
 
 def _refuse_transforms(entries: QuantEntries, modules: Sequence[str], layer: LayerExperts) -> None:

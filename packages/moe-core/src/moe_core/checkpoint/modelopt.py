@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.namings import under_any_name
 from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, one_of, short
 from moe_core.errors import CheckpointError
@@ -40,7 +41,7 @@ def _quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[s
     if layers is None:
         raise entries.error("quantized_layers", "an object, since quant_algo is MIXED_PRECISION")
     found: dict[str, QuantEntries] = {}
-    owner = _owners(layers)
+    owner = _owners(layers, layer)
     for _, _, module in expert_modules(layer):
         key = owner(module)
         part = None if key is None else layers.part(key)
@@ -62,7 +63,7 @@ def _refuse_other(named: str, entries: QuantEntries, layers: QuantEntries | None
     """CheckpointError where ``quantized_layers`` has another algorithm for the experts than ``quant_algo``."""
     if layers is None:
         return
-    owner = _owners(layers)
+    owner = _owners(layers, layer)
     for _, _, module in expert_modules(layer):
         key = owner(module)
         part = None if key is None else layers.part(key)
@@ -74,8 +75,11 @@ def _refuse_other(named: str, entries: QuantEntries, layers: QuantEntries | None
             )
 
 
-def _owners(layers: QuantEntries) -> Callable[[str], str | None]:
-    """A function: module's name -> the entry of it or of the closest part of the model around it; patterns last."""
+def _owners(layers: QuantEntries, layer: LayerExperts) -> Callable[[str], str | None]:
+    """A function: module's name -> the entry of it or of the closest part of the model around it; patterns last.
+
+    Where its name in the file has none, its names in other namings of the model are tried.
+    """
     kept = NamePatterns()
     patterns = [(key, kept.wildcard(key, f"{layers.where}: the key")) for key in layers.entries if "*" in key]
 
@@ -87,7 +91,7 @@ def _owners(layers: QuantEntries) -> Callable[[str], str | None]:
             name = name.rpartition(".")[0]
         return next((key for key, pattern in patterns if pattern.match(module)), None)
 
-    return choose
+    return under_any_name(choose, layer)
 
 
 def unknown_algo(algorithm: str, known: Collection[str]) -> str:

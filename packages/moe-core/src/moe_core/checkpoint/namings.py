@@ -30,6 +30,9 @@ _BLOCKS = ("mlp", "block_sparse_moe", "mixer", "feed_forward", "ffn", "moe")
 #: names of the same projection of an expert
 _ENDS = (("gate_proj", "w1", "gate_up_proj"), ("up_proj", "w3", "gate_up_proj"), ("down_proj", "w2"))
 
+#: classes of experts that every token takes, which are linear modules here
+_SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
+
 _MODULE = re.compile(r"(?P<start>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+\.)?(?P<end>\w+)")
 _DENSE = re.compile(
@@ -81,3 +84,8 @@ def other_names(module: str, checkpoint: Checkpoint) -> Iterator[str]:
             experts = f"{start}layers.{match['layer']}.{block}.experts"
             yield from (f"{experts}.{expert['expert'] or ''}{end}" for end in ends)
             yield experts
+
+
+def is_experts_class(name: str) -> bool:
+    """Whether modules of the class hold a layer's routed experts ("Qwen3MoeExperts", "FusedMoE", "RoutedExperts")."""
+    return name.isidentifier() and name.lower().endswith(("experts", "moe")) and name not in _SHARED_EXPERTS

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.namings import under_any_name
 from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries, short
 from moe_core.checkpoint.statements import FACTS
@@ -33,7 +34,7 @@ def with_overrides(entries: QuantEntries, part: str, layer: LayerExperts) -> Qua
     overrides = entries.part(part)
     if overrides is None or not overrides.entries:
         return entries
-    choose = (_dynamic if part == "dynamic" else _extra_config)(overrides)
+    choose = under_any_name((_dynamic if part == "dynamic" else _extra_config)(overrides), layer)
     first: tuple[str, Mapping[str, Any]] | None = None
     for _, _, module in expert_modules(layer):
         key = choose(module)

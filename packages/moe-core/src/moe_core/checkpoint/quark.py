@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_core.checkpoint.experts import LayerExperts
 from moe_core.checkpoint.matrices import expert_modules
+from moe_core.checkpoint.namings import is_experts_class, under_any_name
 from moe_core.checkpoint.patterns import NamePatterns
 from moe_core.checkpoint.quant_args import QuantEntries
 from moe_core.errors import CheckpointError
@@ -113,9 +114,10 @@ def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLa
 
     Weights that are not quantised, and outputs of experts that are, are read by none.
 
-    ``layer_quant_config`` goes by name or pattern ("*", or a regular expression behind "re:") and wins over
-    ``layer_type_quant_config`` (by class) and ``global_quant_config``.  ``exclude`` is not looked at: Quark leaves
-    experts out without saying so, therefore the tensors tell whether a layer is quantised.
+    ``layer_quant_config`` goes by name or pattern ("*", or a regular expression behind "re:"), in any naming of the
+    model, and wins over ``layer_type_quant_config`` (by class, those of experts first) and ``global_quant_config``.
+    ``exclude`` is not looked at: Quark leaves experts out without saying so, therefore the tensors tell whether a layer
+    is quantised.
     """
     return layer.understood(quantization, _quark_layer)
 
@@ -123,7 +125,7 @@ def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLa
 def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
     entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
     found: dict[int, QuantEntries] = {}
-    choose = _chooser(entries)
+    choose = _chooser(entries, layer)
     for _, _, module in expert_modules(layer):
         part = choose(module)
         found.setdefault(id(part.entries), part)
@@ -143,29 +145,37 @@ def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkL
     return QuarkLayer(first.where, QuarkArgs(weight), None if inputs is None else QuarkArgs(inputs))
 
 
-def _chooser(entries: QuantEntries) -> Callable[[str], QuantEntries]:
-    """A function: module's name -> the entries that hold for it."""
+def _chooser(entries: QuantEntries, layer: LayerExperts) -> Callable[[str], QuantEntries]:
+    """A function: module's name -> the entries that hold for it.
+
+    A module's own name is better than one of a part of the model that holds it, and the first pattern that fits; these
+    in another naming of the model are better than its class.
+    """
     by_name, by_type = entries.part("layer_quant_config"), entries.part("layer_type_quant_config")
     kept = NamePatterns()
-    patterns = []
-    if by_name is not None:
-        where = f"{by_name.where}: the key"
-        patterns = [
-            (key, kept.regular(key[3:], where) if key.startswith("re:") else kept.wildcard(key, where))
-            for key in by_name.entries
-        ]
-    by_class = None
-    for key in by_type.entries if by_type is not None else ():
-        if by_type is not None and key.rpartition(".")[2].removesuffix("'>") == "Linear":
-            by_class = by_class or by_type.part(key)
+    keys: list[str] = [] if by_name is None else [key for key in by_name.entries if by_name.entries[key] is not None]
+    where = f"{entries.where}.layer_quant_config: the key"
+    patterns = [
+        (key, kept.regular(key[3:], where) if key.startswith("re:") else kept.wildcard(key, where)) for key in keys
+    ]
+    known = set(keys)
+
+    def matched(module: str) -> str | None:
+        return next((k for k, pattern in patterns if module.startswith(f"{k}.") or pattern.match(module)), None)
+
+    exact = under_any_name(lambda module: module if module in known else None, layer)
+    listed = under_any_name(matched, layer)
+    classes = {} if by_type is None else {key.rpartition(".")[2].removesuffix("'>"): key for key in by_type.entries}
+    of_experts = () if layer.is_linear else tuple(name for name in classes if is_experts_class(name))
+    by_class = next((classes[name] for name in (*of_experts, "Linear") if name in classes), None)
 
     def choose(module: str) -> QuantEntries:
-        for key, pattern in patterns:
-            if by_name is not None and (key == module or module.startswith(f"{key}.") or pattern.match(module)):
-                part = by_name.part(key)
-                if part is not None:
-                    return part
-        part = by_class or entries.part("global_quant_config")
+        key = exact(module) or listed(module)
+        part = None if by_name is None or key is None else by_name.part(key)
+        if part is None and by_type is not None and by_class is not None:
+            part = by_type.part(by_class)
+        if part is None:
+            part = entries.part("global_quant_config")
         if part is None:
             raise entries.error("global_quant_config", "an object")
         return part
