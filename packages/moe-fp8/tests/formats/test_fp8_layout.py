@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core import CheckpointWarning, dequantize_weight
-from moe_core.checkpoint import Checkpoint, read_layer
+from moe_core import CheckpointError, CheckpointWarning, dequantize_weight
+from moe_core.checkpoint import Checkpoint, Given, read_layer
 from moe_core.quant_key import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -478,3 +478,20 @@ def test_gate_and_up_rows_in_turns(tmp_path: Path, name: str, transposed: bool) 
         assert half.w13_scale is not None
         part = torch.cat((expected[:, N // 2 : N], expected[:, N + N // 2 :]), dim=1)
         assert torch.equal(dequantize_weight(half.w13, half.w13_scale, key, parts=2).double(), part)
+
+
+def test_a_lost_row_of_gate_and_up_in_turns_is_named_as_stored(tmp_path: Path) -> None:
+    codes = torch.ones(E, 2 * N, K).to(torch.float8_e4m3fn)
+    scale = torch.ones(E, 2 * N, 1)
+    scale[1, 5] = 0
+    tensors = {
+        f"{PREFIX}.gate_up_proj": codes,
+        f"{PREFIX}.gate_up_proj_weight_scale": scale,
+        f"{PREFIX}.down_proj": torch.ones(E, K, N).to(torch.float8_e4m3fn),
+        f"{PREFIX}.down_proj_weight_scale": torch.ones(E, K, 1),
+        **{f"{PREFIX}.{name}_bias": torch.zeros(E, rows) for name, rows in (("gate_up_proj", 2 * N), ("down_proj", K))},
+    }
+    given = Given(routing="per_call")
+    write(tmp_path, tensors, {**CONFIG, "model_type": "gpt_oss", "quantization_config": CHANNEL})
+    with pytest.raises(CheckpointError, match=r"gate_up_proj_weight_scale is 0 of expert 1 .* first at \[5, 0\]"):
+        read_layer(Checkpoint.open(tmp_path), given=given).weights()
