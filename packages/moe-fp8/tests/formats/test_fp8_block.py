@@ -222,13 +222,6 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, change: dict[str, Any
     refused(tmp_path, Blocks().one_by_one(), reason, quantization_config={**QUANTIZATION, **change})
 
 
-def test_interleaved_rows_are_refused(tmp_path: Path) -> None:
-    tensors = stack(Blocks(), scale="_scale_inv")
-    for name, rows in (("gate_up_proj", 2 * N), ("down_proj", K)):
-        tensors[f"{PREFIX}.{name}_bias"] = torch.zeros(E, rows)
-    refused(tmp_path, tensors, "gpt-oss interleaves gate and up rows", model_type="gpt_oss")
-
-
 def test_config_that_says_fp8_of_16_bit_experts(tmp_path: Path) -> None:
     tensors = {name: t.to(torch.bfloat16) for name, t in Blocks().one_by_one().items() if name.endswith("weight")}
     message = f"{PREFIX} is not quantised: its weights are BF16 without scales, although config.json says quant_method"
