@@ -70,23 +70,3 @@ def test_without_the_switch_no_value_is_read(
 def test_another_value_of_the_switch_is_refused() -> None:
     with pytest.raises(ConfigError, match="MOE_CHECK"):
         checks_values({"MOE_CHECK": "yes"})
-
-
-@pytest.mark.parametrize(("given", "others", "right"), [([3, 2], [3, 2], True), ([3, 2], [3, 1], False),
-                                                        ([3, 1], [3, 2], False), ([3, 2], None, False),
-                                                        (None, None, True)])  # fmt: skip
-def test_numbers_of_tokens_that_ranks_do_not_bring_are_refused_on_all_ranks(
-    given: list[int] | None, others: list[int] | None, right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks bring 3 and 2 tokens; what this one is ``given``, and the other one."""
-    movement = object.__new__(AllGatherPrepareAndFinalize)
-
-    def tell(numbers: list[int], what: str) -> list[list[int]]:
-        return [numbers, [2, 0 if others is None else zlib.crc32(str(others).encode())]]
-
-    monkeypatch.setattr(movement, "tell", tell)
-    if right:
-        movement._check_counts(torch.empty(3, 8), given)
-    else:
-        with pytest.raises(TensorError, match="tokens_per_rank"):
-            movement._check_counts(torch.empty(3, 8), given)

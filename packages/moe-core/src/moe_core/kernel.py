@@ -447,6 +447,7 @@ class FusedMoEKernel:
         if tokens_per_rank is not None:
             check_counts(tokens_per_rank)
         if hidden_states.shape[0] == 0 and not movement.collective:
+            movement.sum_ranks_async(output, output).wait()  # other ranks may have tokens, which is an error
             return
         # here and not among the launches: a recorded call has no work of torch's in it
         topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
@@ -485,23 +486,22 @@ class FusedMoEKernel:
     ) -> None:
         if not isinstance(self.experts, FusedMoEExpertsMonolithic):
             raise ConfigError(f"{type(self.experts).__name__} is not monolithic")
-        if hidden_states.shape[0] == 0:
-            return
         if self._checks:
             refuse_values("router_logits", router_logits, router_logits.isnan(), "numbers")
         movement = self.prepare_finalize
         partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
-        scratch = self._scratch()
-        with autocast_off(output.device.type), current(output.device), scratch.lock:
-            self.experts.apply(
-                partial,
-                hidden_states,
-                self._weights,
-                router_logits=router_logits.contiguous(),
-                correction_bias=None if correction_bias is None else correction_bias.contiguous(),
-                expert_map=None if expert_map is None else expert_map.contiguous(),
-                workspace=scratch.take(self.experts.workspaces(hidden_states.shape[0])),
-            )
+        if len(hidden_states):
+            scratch = self._scratch()
+            with autocast_off(output.device.type), current(output.device), scratch.lock:
+                self.experts.apply(
+                    partial,
+                    hidden_states,
+                    self._weights,
+                    router_logits=router_logits.contiguous(),
+                    correction_bias=None if correction_bias is None else correction_bias.contiguous(),
+                    expert_map=None if expert_map is None else expert_map.contiguous(),
+                    workspace=scratch.take(self.experts.workspaces(hidden_states.shape[0])),
+                )
         if movement is not None:
             movement.sum_ranks_async(output, partial).wait()
 

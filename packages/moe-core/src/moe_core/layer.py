@@ -29,6 +29,7 @@ from moe_core.recipe import completed, recipe_of
 from moe_core.registry import registry
 from moe_core.routing import LOGIT_DTYPES, RoutingConfig
 from moe_core.selection import Selection
+from moe_core.shard import local_expert_range, map_of
 from moe_core.state_dicts import ExpertsForm, experts_of, leave_out
 from moe_core.weights import KernelWeights, MoEWeights, check_writable
 
@@ -111,6 +112,12 @@ class FusedMoELayer(nn.Module):
             check_dtype(name, tensor, dtypes)
             if tensor.device != self.weights.device:
                 raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
+        movement = self.kernel.prepare_finalize
+        mapped = movement is not None and movement.maps_experts
+        if self.expert_map is None and not mapped and self.config.local_experts < experts:
+            raise TensorError(
+                f"expert_map [{experts}] is missing: this rank holds {self.config.local_experts} of {experts} experts"
+            )
         if self.expert_map is not None and self.expert_map.device.type != "meta":
             place, local = int(self.expert_map.max()), self.config.local_experts
             if place >= local:
@@ -158,7 +165,8 @@ class FusedMoELayer(nn.Module):
         gives it its own, which :meth:`reload` needs.  ``quantize``: what to make of 16-bit ``weights``, by the name
         that the scheme gives it ("fp8_per_channel").  ``groups`` of a layer over several ranks, whose part ``config``
         and ``weights`` are (:func:`moe_core.shard_layer`), and the ``placement`` of experts: the outputs are whole
-        then, as :meth:`moe_core.Oracle.make_kernel` says.
+        then, as :meth:`moe_core.Oracle.make_kernel` says.  Without ``expert_map`` and ``placement`` groups place
+        consecutive experts on each rank.
         """
         if not isinstance(scheme, str | Oracle):
             raise ConfigError(f"scheme is {scheme!r}, expected a name ({', '.join(registry().scheme_names())})")
@@ -189,6 +197,8 @@ class FusedMoELayer(nn.Module):
             selection, converted.apart_from(weights) if copy else converted, groups=groups, placement=placement
         )
         kernel.lora = lora
+        if expert_map is None and groups is not None and placement is None:
+            expert_map = _consecutive(kernel)
         return FusedMoELayer(
             kernel,
             selection,
@@ -633,6 +643,20 @@ def opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
     from moe_core.checkpoint import Checkpoint
 
     return path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+
+
+def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
+    """The map of a rank with consecutive experts, as groups place them by default; None where none is asked."""
+    config, movement = kernel.config, kernel.prepare_finalize
+    if config.local_experts == config.num_experts or (movement is not None and movement.maps_experts):
+        return None
+    held = local_expert_range(config.num_experts, config.parallel)
+    if len(held) != config.local_experts:
+        raise ConfigError(
+            f"expert_map is missing: without it and placement= this rank has {len(held)} consecutive experts of "
+            f"{config.num_experts}, the config says num_local_experts {config.local_experts}"
+        )
+    return map_of(held, config.num_experts, kernel.weights.device)
 
 
 def room_for_lora(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:

@@ -196,7 +196,9 @@ class ChosenLayer:
         source, device = self.source, self.device
         lora = room_for_lora(self.selection.config, device)
         converted = self.oracle.convert(self.selection, weights)
-        kernel = self.oracle.make_kernel(self.selection, converted, groups=self.groups, placement=self.placement)
+        kernel = self.oracle.make_kernel(
+            self.selection, converted, groups=self.groups, placement=self.placement, layer=source.prefix
+        )
         kernel.lora = lora
         router = (source.router_weight, source.router_bias, source.correction_bias)
         weight, bias, correction = (None if tensor is None else tensor.to(device) for tensor in router)

@@ -315,6 +315,7 @@ class Oracle:
         groups: ParallelGroups | None = None,
         placement: ExpertPlacement | None = None,
         workspace: Workspace | None = None,
+        layer: str = "",
     ) -> FusedMoEKernel:
         """prepare + experts + finalize around ``weights``; ``workspace``: may be shared with layers that run before.
 
@@ -324,7 +325,8 @@ class Oracle:
         neither nothing moves, and the outputs of ranks are parts of a sum.
 
         All ranks of the groups call this together, and tell each other what they were given: ConfigError on every rank,
-        with the ranks' numbers, where they differ; CommunicationError where one does not come in time.
+        with the ranks' numbers, where they differ, in ``layer``, the layer's name, too; CommunicationError where one
+        does not come in time.
 
         Warns where weights on a GPU get a loop on the host that nobody asked for (FallbackWarning), and of plug-ins
         whose claims failed (PluginWarning): selecting itself does neither.
@@ -340,16 +342,19 @@ class Oracle:
         check_placed(groups, placement)
         if prepare_finalize is not None:
             groups, placement = prepare_finalize.groups, prepare_finalize.placement
+        number = 0
         if groups is not None:
             # before anything that a rank alone may refuse: the others would wait for it
             from moe_core.distributed.agreement import check_layers
 
             name = "" if prepare_finalize is None else prepare_finalize.name
-            check_layers(groups.among(), experts, placement, prepare_finalize=name)
+            number = check_layers(groups.among(), experts, placement, prepare_finalize=name, layer=layer)
         if prepare_finalize is None and (groups is not None or isinstance(experts, FusedMoEExpertsModular)):
             prepare_finalize = default_prepare_finalize(
                 config, groups, placement=placement, device=selection.device, experts=type(experts)
             )
+        if prepare_finalize is not None:
+            prepare_finalize.layer_number = number
         return FusedMoEKernel(experts, weights, prepare_finalize, workspace=workspace)
 
 

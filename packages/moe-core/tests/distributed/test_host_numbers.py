@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from moe_core.distributed import host_numbers
 from moe_core.distributed.communication import Communicating
-from moe_core.distributed.host_numbers import HostNumbers
+from moe_core.distributed.host_numbers import HostNumbers, row_width
 from moe_core.errors import CommunicationError
 
 
@@ -32,6 +32,11 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[HostNumbers]:
     return [HostNumbers(memory, rank, 3) for rank in range(3)]
 
 
+def row(*numbers: int) -> list[int]:
+    """As wide as a row of three ranks."""
+    return [*numbers, *[0] * (row_width(3) - len(numbers))]
+
+
 def test_every_rank_hears_what_all_say_in_each_call(tables: list[HostNumbers]) -> None:
     found: list[list[list[list[int]]]] = [[], [], []]
 
@@ -39,7 +44,7 @@ def test_every_rank_hears_what_all_say_in_each_call(tables: list[HostNumbers]) -
         for call in range(50):
             if call % 7 == rank:
                 time.sleep(0.003)  # longer than others ask without a pause
-            numbers = [2**32 - 1 - call, 0, rank][: 1 + call % 3]
+            numbers = row(*[2**32 - 1 - call, 0, rank][: 1 + call % 3])
             found[rank].append(tables[rank].tell(ranks_of(10), numbers, "ranks count"))
 
     threads = [threading.Thread(target=program, args=(rank,)) for rank in range(3)]
@@ -47,7 +52,7 @@ def test_every_rank_hears_what_all_say_in_each_call(tables: list[HostNumbers]) -
         thread.start()
     for thread in threads:
         thread.join()
-    expected = [[[2**32 - 1 - call, 0, rank][: 1 + call % 3] for rank in range(3)] for call in range(50)]
+    expected = [[row(*[2**32 - 1 - call, 0, rank][: 1 + call % 3]) for rank in range(3)] for call in range(50)]
     assert found == [expected] * 3
 
 
@@ -55,23 +60,23 @@ def test_a_rank_that_says_nothing_is_named_and_waited_for_again(tables: list[Hos
     ranks = ranks_of(0.01)
     for _ in range(2):
         with pytest.raises(CommunicationError, match=r"ranks count among ranks \[4, 5, 7\]") as error:
-            tables[0].tell(ranks, [9], "ranks count")
+            tables[0].tell(ranks, row(9), "ranks count")
         assert "ranks [5, 7] have told nothing" in error.value.details
-    others = [threading.Timer(0.02 * rank, tables[rank].tell, (ranks_of(1), [rank], "")) for rank in (1, 2)]
+    others = [threading.Timer(0.02 * rank, tables[rank].tell, (ranks_of(1), row(rank), "")) for rank in (1, 2)]
     for thread in others:
         thread.start()
-    assert tables[0].tell(ranks_of(1), [9], "ranks count") == [[9], [1], [2]]
+    assert tables[0].tell(ranks_of(1), row(9), "ranks count") == [row(9), row(1), row(2)]
     for thread in others:
         thread.join()
 
 
 def test_what_a_late_rank_goes_by_is_not_taken_back(tables: list[HostNumbers]) -> None:
     with pytest.raises(CommunicationError):
-        tables[0].tell(ranks_of(0.01), [8], "ranks count")
+        tables[0].tell(ranks_of(0.01), row(8), "ranks count")
     with pytest.raises(CommunicationError, match="ranks count") as error:
-        tables[0].tell(ranks_of(0.01), [1], "ranks count")
-    assert "a call that told [8] has not ended" in error.value.details
-    assert "this one tells [1]" in error.value.details
+        tables[0].tell(ranks_of(0.01), row(1), "ranks count")
+    assert f"a call that told {row(8)} has not ended" in error.value.details
+    assert f"this one tells {row(1)}" in error.value.details
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])

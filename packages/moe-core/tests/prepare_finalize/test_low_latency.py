@@ -245,14 +245,16 @@ def test_kernels_pack_for_an_all_to_all_what_torch_packs(name, monkeypatch):
     )
     groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=str)
     movement = AllToAllPrepareAndFinalize(config, groups, placement=placement)
-    monkeypatch.setattr(movement, "_numbers", lambda counts: (counts.tolist(), [4] * 6))
+    monkeypatch.setattr(movement, "_numbers", lambda counts, *_: (counts.tolist(), [4] * 6))
     generator = torch.Generator().manual_seed(7)
     for tokens, adapters in itertools.product((0, 17), (False, True)):
         x = torch.randn(tokens, config.hidden_size, generator=generator).bfloat16()
         weights, ids = routing(tokens, 3, 8, generator, torch.int64)
         numbers = torch.arange(tokens, dtype=torch.int32) if adapters else None
         given = Tokens(x, None, weights, ids, numbers)
-        by_kernels, by_torch = (pack(given, kind.activation_key) for pack in (movement._pack, movement._pack_torch))
+        by_kernels, by_torch = (
+            pack(given, None, kind.activation_key) for pack in (movement._pack, movement._pack_torch)
+        )
         assert by_kernels.left == by_torch.left
         assert torch.equal(by_kernels.places, by_torch.places)
         for one, other in zip(

@@ -40,6 +40,7 @@ def ranks_of(case: Case, room: int, buffers: int = 2, timeout: float = 1.0):
         oracle, selection, weights, placement = rank_parts(case, case.kind.weights(config), parallel)
         if case.all2all == "alltoall":
             movement = AllToAllPrepareAndFinalize(selection.config, groups, placement=placement)
+            movement.counts = lambda _tokens, given: given  # calls follow each other: nobody can be waited for
             movement._room = ExchangeRoom(torch.device("cpu"))
             movement._room._buffers[: len(mine)] = [(buffer, None) for buffer in mine]
         else:

@@ -6,6 +6,7 @@ Each rank states facts as texts.  A fact is compared among the ranks that state 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -60,25 +61,42 @@ def check_agreement(ranks: Communicator, facts: Mapping[str, str]) -> None:
     )
 
 
+#: number of layers whose facts the ranks of a group have compared
+_COMPARED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
 def check_layers(
-    ranks: Communicator, experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = ""
-) -> None:
-    """Compare what the ranks' parts of a layer are: :func:`check_agreement` of :func:`layer_facts`."""
-    check_agreement(ranks, layer_facts(experts, placement, prepare_finalize=prepare_finalize))
+    ranks: Communicator,
+    experts: FusedMoEExperts,
+    placement: ExpertPlacement | None,
+    *,
+    prepare_finalize: str = "",
+    layer: str = "",
+) -> int:
+    """Compare what the ranks' parts of a layer are: :func:`check_agreement` of :func:`layer_facts`.
+
+    Returns:
+        The layer's number among those that these ranks have compared, the same on all ranks.
+    """
+    check_agreement(ranks, layer_facts(experts, placement, prepare_finalize=prepare_finalize, layer=layer))
+    number = _COMPARED[ranks.group] = _COMPARED.get(ranks.group, 0) + 1
+    return number
 
 
 def layer_facts(
-    experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = ""
+    experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = "", layer: str = ""
 ) -> dict[str, str]:
     """What the ranks of one layer must agree about.
 
-    ``placement``: where tokens are sent by one; ``prepare_finalize``: its name, where it was given.
+    ``placement``: where tokens are sent by one; ``prepare_finalize``: its name, where it was given; ``layer``: the
+    layer's name in its checkpoint.
     """
     from moe_core.experts import PROTOCOL_VERSION
 
     config = experts.config
     parallel = config.parallel
     facts = {
+        "the layer's name": layer,
         "the version of moe-core": str(distribution_version("moe-core")),
         "the version of the plug-in protocol": str(PROTOCOL_VERSION),
         "tp_size": str(parallel.tp_size),

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from moe_core.distributed.agreement import exchange
@@ -30,8 +31,47 @@ _SPIN_SECONDS = 2e-3
 _BITS = 32
 
 
+def tell(ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[int]]:
+    """The numbers of each of ``ranks``, told in shared memory where they are on one host, else by an all-gather.
+
+    Args:
+        ranks: All of them call this together.
+        numbers: At most :func:`row_width` of them, from 0 up to 2^32 - 1; as many on each rank.
+        what: A clause for errors.
+
+    Returns:
+        A row of numbers for each rank.
+
+    Raises:
+        CommunicationError: A rank does not come within the time-out.
+    """
+    size, table = dist.get_world_size(ranks.group), HostNumbers.connect(ranks, what)
+    # rows of one width, so that calls of different kinds meet too
+    width = row_width(size)
+    row = [*numbers, *[0] * (width - len(numbers))]
+    if table is not None:
+        found = table.tell(ranks, row, what)
+    else:
+        mine = torch.tensor(row, dtype=torch.int64, device=ranks.device)
+        told = mine.new_empty(size * width)
+        ranks.begin(what, dist.all_gather_into_tensor, told, mine).wait()
+        flat = ranks.numbers(told, what)
+        found = [flat[start : start + width] for start in range(0, len(flat), width)]
+    return [each[: len(numbers)] for each in found]
+
+
+def share_memory(ranks: Communicator) -> bool:
+    """Whether ``ranks``, which all ask at the same time, are on one host, so that :func:`tell` takes microseconds."""
+    return HostNumbers.connect(ranks, "ranks find out whether they share memory") is not None
+
+
+def row_width(size: int) -> int:
+    """Most numbers that a rank of ``size`` tells: one for each rank, and what ranks compare in a call."""
+    return size + 3
+
+
 class HostNumbers:
-    """A table in shared memory in which each rank writes a row, of up to as many numbers as there are ranks.
+    """A table in shared memory in which each rank writes a row of :func:`row_width` numbers.
 
     A word holds a number and that of the call, so a word is either whole or old.  There are two tables, for even and
     odd calls: who is in the call after next has read the rows of all in the next one, which all began after they had
@@ -47,10 +87,10 @@ class HostNumbers:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        return 2 * size * size * 8
+        return 2 * size * row_width(size) * 8
 
     def tell(self, ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[int]]:
-        """The numbers of each of ``ranks``, which all tell as many; each from 0 up to 2^32 - 1.
+        """The numbers of each of ``ranks``, which all tell a whole row; each from 0 up to 2^32 - 1.
 
         All ranks make the same calls in the same order.  Raises CommunicationError, with ``what``, where one does not
         come within the time-out; its call is then still waited for by the next, which tells the same numbers, since
@@ -63,16 +103,16 @@ class HostNumbers:
                     f"{list(numbers)}: make the groups and layers anew on all ranks"
                 )
         call = (self._calls + 1) % 2**30 + 1
-        words, size, width = self._words, self._size, len(numbers)
-        table = (call & 1) * size * size
+        words, size, width = self._words, self._size, row_width(self._size)
+        table = (call & 1) * size * width
         self._told = list(numbers)
         for index, number in enumerate(numbers):
-            words[table + self._rank * size + index] = call << _BITS | number
+            words[table + self._rank * width + index] = call << _BITS | number
         found: list[list[int]] = []
         started = time.monotonic()
         with ranks.communicating(what):
             for rank in range(size):
-                first = table + rank * size
+                first = table + rank * width
                 row = words[first : first + width].tolist()
                 while any(word >> _BITS != call for word in row):
                     waited = time.monotonic() - started
@@ -80,7 +120,7 @@ class HostNumbers:
                         late = [
                             member
                             for index, member in enumerate(ranks.members)
-                            if words[table + index * size] >> _BITS != call
+                            if words[table + index * width] >> _BITS != call
                         ]
                         raise RuntimeError(f"ranks {late} have told nothing after {waited:.1f} s")
                     if waited > _SPIN_SECONDS:

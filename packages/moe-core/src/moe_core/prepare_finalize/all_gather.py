@@ -53,7 +53,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
     ) -> Pending[tuple[Tokens, object]]:
         from moe_core.ops._backend import use_triton
 
-        most = max(self.counts(tokens, tokens_per_rank))
+        most = max(self.counts(tokens.hidden_states, tokens_per_rank))
         pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
         rows, unpack = pack(tokens, quantize_as, most)
         if rows.is_meta or not most:

@@ -124,14 +124,14 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             pushing = self._push(self._room, tokens, tokens_per_rank, quantize_as)
             if pushing is not None:
                 return pushing
-        return self._send(tokens, quantize_as)
+        return self._send(tokens, tokens_per_rank, quantize_as)
 
     def _push(
         self, room: ExchangeRoom, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
     ) -> Pending[tuple[Tokens, object]] | None:
         """Into other GPUs' memory; None where that would take too much of it."""
         hidden = tokens.hidden_states
-        most = max(1, *self.counts(tokens, tokens_per_rank))
+        most = max(1, *self.counts(tokens.hidden_states, tokens_per_rank))
         shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
         code = self.code(hidden, quantize_as)
         if shape.nbytes_of(code) > self.most_shared:
@@ -142,7 +142,9 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         number, buffer = room.take(self.exchange, shape, code)
         return push(self, tokens, code, buffer, bound(room.release, number))
 
-    def _send(self, tokens: Tokens, quantize_as: QuantKey | None) -> Pending[tuple[Tokens, object]]:
+    def _send(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]]:
         """By torch's all-to-all."""
         from moe_core.ops._backend import use_triton
 
@@ -156,7 +158,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
                 "many tokens go where; take 'allgather_reducescatter' or 'low_latency' for calls in graphs"
             )
         pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
-        leaving = pack(tokens, quantize_as)
+        leaving = pack(tokens, tokens_per_rank, quantize_as)
         received = leaving.packed.new_empty(sum(leaving.came), leaving.packed.shape[1])
         moving = self.exchange.begin(
             "tokens are sent to the ranks of their experts (all-to-all)",
@@ -173,7 +175,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
 
         return Pending(finish)
 
-    def _pack(self, tokens: Tokens, quantize_as: QuantKey | None) -> _Leaving:
+    def _pack(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
         """Counted, quantised and packed by kernels."""
         from moe_core.ops.dispatch import count_destinations, pack_tokens
 
@@ -181,7 +183,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         tables = self.destinations.tables(ids.device)
         where = {"copies": self.copies, "offset": self.destinations.offset}
         positions, counts = count_destinations(ids, tables, ranks=self.ranks.parallel.dp_size, **where)
-        left, came = self._numbers(counts)
+        left, came = self._numbers(counts, len(ids), given)
         code = self.code(hidden, quantize_as)
         packed, places = pack_tokens(
             hidden,
@@ -198,14 +200,14 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         unpack = bound(unpacked, code=code, top_k=ids.shape[1], adapters=tokens.adapter_ids is not None)
         return _Leaving(packed, unpack, left, came, places)
 
-    def _pack_torch(self, tokens: Tokens, quantize_as: QuantKey | None) -> _Leaving:
+    def _pack_torch(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
         """The same bytes, by torch."""
         tokens, copies = tokens.quantized(quantize_as), self.copies
         ranks, local = self.destinations.choose(tokens.experts)
         # [M, ranks]: whether a token has an expert there
         wanted = (ranks[:, :, None] == torch.arange(self.ranks.parallel.ep_size, device=ranks.device)).any(1)
         wanted = wanted.repeat_interleave(copies, dim=1)
-        left, came = self._numbers(wanted.sum(0, dtype=torch.int32))
+        left, came = self._numbers(wanted.sum(0, dtype=torch.int32), len(ranks), given)
         # rank by rank, tokens ascending
         place = wanted.T.flatten().cumsum(0).view(wanted.shape[1], -1).T - 1
         target, token = wanted.T.nonzero(as_tuple=True)
@@ -219,11 +221,14 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         )
         return _Leaving(sent.pack(), sent.unpack, left, came, torch.where(wanted, place, -1).int())
 
-    def _numbers(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """How many tokens leave for each rank (``counts`` [ranks] int32) and come from each, on the host."""
+    def _numbers(self, counts: Tensor, tokens: int, given: Sequence[int] | None) -> tuple[list[int], list[int]]:
+        """How many of this rank's ``tokens`` leave for each rank (``counts`` [ranks] int32) and come from each, on the
+        host; ``given``: the call's ``tokens_per_rank``.
+        """
         what = "ranks tell how many tokens they send"
         left = self.exchange.numbers(counts, what)
-        return left, [numbers[self.ranks.parallel.dp_rank] for numbers in self.tell(left, what)]
+        _, rows = self.tell(tokens, given, what, left)
+        return left, [row[self.ranks.parallel.dp_rank] for row in rows]
 
     def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
         if isinstance(handle, PushedTokens):

@@ -136,6 +136,9 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     #: whether :meth:`sum_ranks_async` adds up in place: its ``partial`` is its ``output``
     sums_in_place: ClassVar[bool] = True
 
+    #: the layer's number among those of its groups, in the order in which they were made; calls between ranks carry it
+    layer_number: int = 0
+
     def __init__(
         self,
         config: FusedMoEConfig,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig, TokenSharing
-from moe_core.environment import CHECK, checks_values
+from moe_core.distributed.host_numbers import share_memory
+from moe_core.distributed.same_call import CallFacts, compare_calls, compare_same_tokens, hosts_are_silent
+from moe_core.environment import checks_values
 from moe_core.errors import ConfigError, TensorError
 from moe_core.ops.token_layout import TokenCode
 from moe_core.pending import Pending
@@ -120,16 +120,9 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """
         from moe_core.ops.quantize import quantize_activation
 
-        parallel, counts = self.ranks.parallel, routing.tokens_per_rank
-        if self._checks:
-            self._check_counts(hidden_states, counts)
-        if counts is not None:
-            given = list(counts)
-            if len(given) != parallel.dp_size or given[parallel.dp_rank] != len(hidden_states):
-                raise TensorError(
-                    f"tokens_per_rank is {given}, expected {parallel.dp_size} numbers, and {len(hidden_states)} for "
-                    f"this rank, {parallel.dp_rank}"
-                )
+        counts = routing.tokens_per_rank
+        if self._checks and not hosts_are_silent(hidden_states.device):
+            counts = self.counts(hidden_states, counts)
         own = quantize_as is not None and self.travels_quantized(quantize_as)
         adapter_ids = routing.adapter_ids
         if adapter_ids is None and self.config.is_lora_enabled:
@@ -171,7 +164,9 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
         if self.ranks.parallel.token_sharing is not TokenSharing.EP_RANK or output.is_meta:
             return Pending.done(None)
-        return sum_ranks(self.ranks.among(self.ranks.tp), output, fixed_order=self.config.batch_invariant)
+        ranks = self.ranks.among(self.ranks.tp)
+        compare_same_tokens(ranks, self.layer_number, output)
+        return sum_ranks(ranks, output, fixed_order=self.config.batch_invariant)
 
     def every_token(self, rows: int) -> int:
         """Of how many tokens ``rows`` have an expert here, by uniform routing."""
@@ -180,49 +175,34 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         config, ep_size = self.config, self.ranks.parallel.ep_size
         return round(rows * ep_size / float(expected_ranks(config.num_experts, ep_size, config.top_k)))
 
-    def counts(self, tokens: Tokens, given: Sequence[int] | None) -> Sequence[int]:
-        """How many tokens each rank that exchanges some brings: what is ``given``, or told by the ranks.
+    def counts(self, hidden_states: Tensor, given: Sequence[int] | None) -> Sequence[int]:
+        """How many tokens each rank that exchanges some brings, as the ranks tell; this one has ``hidden_states``.
 
-        Under CUDA-graph capture all bring as many as this one.
+        What is ``given`` is compared with it, except where NCCL's ranks on several hosts would wait for their GPUs.
+        Under CUDA-graph capture all ranks bring as many as this one, or what is given.
         """
-        own, size = len(tokens.experts), self.ranks.parallel.dp_size
-        if given is not None:
+        own, ranks = len(hidden_states), self.exchange
+        if hosts_are_silent(hidden_states.device):
+            self.check_own(own, given)
+            return [own] * self.ranks.parallel.dp_size if given is None else given
+        if given is not None and not (self._checks or ranks.device.type == "cpu" or share_memory(ranks)):
+            self.check_own(own, given)
             return given
-        device = tokens.experts.device
-        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return [own] * size
-        return [numbers[0] for numbers in self.tell([own], "ranks tell how many tokens they bring (host)")]
+        return self.tell(own, given, "ranks tell how many tokens they bring (host)")[0]
 
-    def _check_counts(self, hidden_states: Tensor, given: Sequence[int] | None) -> None:
-        """TensorError, on all ranks, where one was given other numbers of tokens than the ranks bring."""
-        device = hidden_states.device
-        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return
-        told = self.tell(
-            [len(hidden_states), 0 if given is None else zlib.crc32(str(list(given)).encode()) or 1],
-            f"ranks compare tokens_per_rank ({CHECK}=1)",
-        )
-        brought = [count for count, _ in told]
-        stale = [rank for rank, (_, stamp) in enumerate(told) if stamp != (zlib.crc32(str(brought).encode()) or 1)]
-        if stale and any(stamp for _, stamp in told):
+    def tell(
+        self, own: int, given: Sequence[int] | None, what: str, numbers: Sequence[int] = ()
+    ) -> tuple[list[int], list[list[int]]]:
+        """Token counts and ``numbers`` of the ranks: :func:`compare_calls`."""
+        return compare_calls(self.exchange, CallFacts(self.layer_number, own, given), what, numbers)
+
+    def check_own(self, own: int, given: Sequence[int] | None) -> None:
+        """TensorError where the ``given`` numbers of tokens say another one of this rank."""
+        size, rank = self.ranks.parallel.dp_size, self.ranks.parallel.dp_rank
+        if given is not None and (len(given) != size or given[rank] != own):
             raise TensorError(
-                f"tokens_per_rank is {given if given is None else list(given)} on this rank, ranks bring {brought}: "
-                f"dp_ranks {stale} were given other numbers, or none (found because {CHECK}=1)"
+                f"tokens_per_rank is {list(given)}, expected {size} numbers, and {own} for this rank, {rank}"
             )
-
-    def tell(self, numbers: Sequence[int], what: str) -> list[list[int]]:
-        """What each rank tells the others, as many integers as this one."""
-        from moe_core.distributed.host_numbers import HostNumbers
-
-        table = HostNumbers.connect(self.exchange, what)
-        if table is not None:
-            return table.tell(self.exchange, numbers, what)
-        width, size = len(numbers), self.ranks.parallel.dp_size
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.exchange.device)
-        told = mine.new_empty(size * width)
-        self.exchange.begin(what, dist.all_gather_into_tensor, told, mine).wait()
-        found = self.exchange.numbers(told, what)
-        return [found[start : start + width] for start in range(0, len(found), width)]
 
     @abstractmethod
     def dispatch(

@@ -92,6 +92,7 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
+        self.check_own(len(tokens.experts), tokens_per_rank)
         tokens = tokens.quantized(quantize_as)
         device = tokens.experts.device
         count = len(tokens.experts)

@@ -99,6 +99,7 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
+        self.check_own(len(tokens.hidden_states), tokens_per_rank)
         code = self.code(tokens.hidden_states, quantize_as)
         if code is not self._fits or tokens.hidden_states.shape[0] > self.shape.capacity:
             self.shape.check(tokens.hidden_states.shape[0], code)

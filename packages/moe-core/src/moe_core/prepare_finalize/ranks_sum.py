@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig, TokenSharing
+from moe_core.distributed.same_call import compare_same_tokens
 from moe_core.errors import ConfigError
 from moe_core.pending import Pending
 from moe_core.prepare_finalize.base import Prepared, TokenRouting
@@ -81,7 +82,9 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         return super().prepare_async(hidden_states, routing, quantize_as, static_scale)
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
-        return sum_ranks(self.ranks.among(), output, fixed_order=self.config.batch_invariant)
+        ranks = self.ranks.among()
+        compare_same_tokens(ranks, self.layer_number, partial)
+        return sum_ranks(ranks, output, fixed_order=self.config.batch_invariant)
 
 
 class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
@@ -105,6 +108,7 @@ class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
         groups, tokens = self.ranks, partial.shape[0]
         size = groups.parallel.world_size
         each = -(-tokens // size)
+        compare_same_tokens(groups.among(), self.layer_number, partial)
         if not partial.numel():
             return Pending.done(None)
         if each * size > tokens:
