@@ -30,6 +30,8 @@ others :class:`QuantEntries` reads typed entries.
 :func:`check_expert_tensor`, and loaded, some experts at a time, by :func:`load_stacked` or by
 :func:`load_checked`, which refuses values that a checkpoint must not hold.  :meth:`QuantizedLayout.stack` may ask for
 them instead, by ``yield`` :class:`Stack` and ``yield from`` :func:`checked`: w13 and w2 are then read together.
+
+**A small checkpoint** (:attr:`moe_core.Scheme.quickstart`) is written by :func:`write_folder`.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from moe_core.checkpoint.suffixes import (
     refuse_zero_points,
 )
 from moe_core.checkpoint.values import Values, checked, load_checked, refuse_lost_weights
+from moe_core.checkpoint.written import write_folder
 
 __all__ = [
     "INPUT_SCALES",
@@ -114,4 +117,5 @@ __all__ = [
     "short",
     "stored_matrix",
     "unknown_algo",
+    "write_folder",
 ]

@@ -89,9 +89,15 @@ def test_files_that_hold_no_machine_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"machine.json can't be read"):
         Machine.load(str(path))
     path.write_text("{")
-    with pytest.raises(ConfigError, match=r"machine.json is no JSON"):
+    with pytest.raises(ConfigError, match=r"machine.json is not valid JSON"):
         Machine.load(str(path))
     path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"machine.json holds a JSON list, expected an object"):
+        Machine.load(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"machine.json is nested too deeply"):
+        Machine.load(str(path))
+    path.write_text("{}")
     with pytest.raises(ConfigError, match=r"machine.json: this is no machine"):
         Machine.load(str(path))
     with pytest.raises(ConfigError, match="'h20o' is unknown; did you mean 'h200'"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import torch
 from moe_core import kFp8Static128BlockSym, quantize_moe_weights
+from moe_core.format_api import write_folder
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 512, 256, 16, 4, 2
@@ -70,17 +70,9 @@ def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 def write_checkpoint(folder: Path, seed: int = 0) -> None:
     """Write config.json, one shard per layer, and their index into ``folder``."""
-    from safetensors.torch import save_file
-
     generator = torch.Generator().manual_seed(seed)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for layer in range(LAYERS):
-        tensors = layer_tensors(layer, generator)
-        shard = f"model-{layer + 1:05d}-of-{LAYERS:05d}.safetensors"
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, shard)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    shards = (
+        (f"model-{layer + 1:05d}-of-{LAYERS:05d}.safetensors", layer_tensors(layer, generator))
+        for layer in range(LAYERS)
+    )
+    write_folder(folder, CONFIG, shards)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import torch
 from moe_core import kInt4Static, quantize_weight
+from moe_core.format_api import write_folder
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, GROUP = 512, 256, 16, 4, 128
@@ -70,8 +70,5 @@ def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
 
 def write_checkpoint(folder: Path, seed: int = 0) -> None:
     """Write config.json and one file of tensors into ``folder``."""
-    from safetensors.torch import save_file
-
     tensors = layer_tensors(torch.Generator().manual_seed(seed))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    write_folder(folder, CONFIG, [("model.safetensors", tensors)])

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_core.checkpoint.open_file import OpenFile
-from moe_core.errors import CheckpointError
+from moe_core.errors import CheckpointError, ConfigError
+from moe_core.whole_file import as_path
 
 #: of a config: settings of every expert of a model with 70,000 matrices are some 14 MB
 MAX_CONFIG_BYTES = 32 << 20
@@ -87,3 +88,12 @@ def load_object(path: Path, *, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if file.state.size > most:
         raise CheckpointError(f"{path} has {file.state.size} bytes, expected at most {most}")
     return parse_object(file.read(0, file.state.size), str(path))
+
+
+def load_settings(name: str, path: object) -> dict[str, Any]:
+    """The object in a JSON file that a caller names as the argument ``name``.  Raises ConfigError."""
+    file = as_path(name, path)
+    try:
+        return load_object(file)
+    except CheckpointError as error:
+        raise ConfigError(error.message) from None

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import stat
 import sys
 import textwrap
 import time
@@ -20,7 +19,7 @@ from moe_core_cli.terminal.console import progress as progress
 from moe_core_cli.terminal.console import say
 
 from moe_core.errors import ConfigError, printable
-from moe_core.whole_file import writing
+from moe_core.whole_file import check_writable, writing
 
 
 def emit(as_json: bool, data: Any, text: str) -> None:
@@ -63,31 +62,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def check_writable(path: Path) -> None:
-    """Raise ConfigError, before any work is done, where a file can't be written.
-
-    Only regular files are replaced: a pipe or a device would be gone afterwards.  A symbolic link is followed.
-    """
-    try:
-        target = Path(os.path.realpath(path))
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{str(path)!r} can't be written: {why}") from None
-    else:
-        if stat.S_ISDIR(mode):
-            raise ConfigError(f"{path} is a folder, expected a file to write")
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{path} is no regular file (a pipe, a device …), expected a file to write")
-    folder = target.parent
-    if not folder.is_dir():
-        raise ConfigError(f"{path} can't be written: the folder {folder} does not exist")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{path} can't be written: the folder {folder} is not writable")
-
-
 def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None) -> None:
     """Raise ConfigError where writing ``path`` would replace a file of a checkpoint folder, or the ``given`` input."""
     if not path.exists():
@@ -118,6 +92,7 @@ def locked(path: Path) -> Iterator[None]:
     target = Path(os.path.realpath(path))
     lock = target.with_name(f".{target.name[:200]}.lock")
     while True:
+        check_writable(lock)
         with writing(path):
             descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
         try:

@@ -19,12 +19,12 @@ from moe_core_cli.commands.checks import token_counts
 from moe_core.cli import _arguments
 from moe_core.cli._bench_ranks import RankLayer, measure_ranks
 from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer
-from moe_core.cli._output import check_spares, check_writable, duration, emit, progress, table
+from moe_core.cli._output import check_spares, duration, emit, progress, table
 from moe_core.cli._ranks import Ranks, ranks_of
 from moe_core.device import DeviceInfo
 from moe_core.environment import distribution_version
 from moe_core.selection import SelectionError
-from moe_core.whole_file import write_whole
+from moe_core.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     import torch

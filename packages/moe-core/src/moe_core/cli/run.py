@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments, _prepare_finalize, _report
-from moe_core.cli._output import bytes_text, check_spares, check_writable, duration, emit, progress, seconds_since
+from moe_core.cli._output import bytes_text, check_spares, duration, emit, progress, seconds_since
 from moe_core.cli._ranks import Ranks, ranks_of
 from moe_core.errors import CheckpointError
+from moe_core.whole_file import check_writable
 
 if TYPE_CHECKING:
     import torch

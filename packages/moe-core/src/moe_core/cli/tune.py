@@ -14,9 +14,9 @@ from moe_core_cli.commands.checks import token_counts
 
 from moe_core.cli import _arguments
 from moe_core.cli._layers import Layer, kinds_of_layers
-from moe_core.cli._output import check_spares, check_writable, emit, locked, progress, table
+from moe_core.cli._output import check_spares, emit, locked, progress, table
 from moe_core.errors import ConfigError
-from moe_core.whole_file import write_whole, writing
+from moe_core.whole_file import check_writable, write_whole, writing
 
 if TYPE_CHECKING:
     import torch

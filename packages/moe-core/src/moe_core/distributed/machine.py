@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from moe_core.cards import CARDS
 from moe_core.config import whole_number
 from moe_core.errors import ConfigError, did_you_mean
+from moe_core.whole_file import as_path
 
 #: what a step between ranks is made of: collectives of NCCL, and kernels that write into the memory of other GPUs
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH = (
@@ -185,20 +184,19 @@ class Machine:
     @staticmethod
     def load(name: str) -> Machine:
         """A machine by name ("h200"), or from a JSON file.  Raises ConfigError."""
-        if name in MACHINES:
-            return MACHINES[name]
-        path = Path(name)
+        from moe_core.checkpoint.strict_json import load_settings
+
+        path = as_path("name", name)
+        if str(name) in MACHINES:
+            return MACHINES[str(name)]
         if path.suffix != ".json":
             meant = did_you_mean(name, MACHINES)
             raise ConfigError(f"machine {name!r} is unknown{meant}; expected {', '.join(MACHINES)} or a JSON file")
+        content = load_settings("name", path)
         try:
-            return Machine.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror or error}") from None
+            return Machine.from_json(content)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error.message}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is no JSON: {error}") from None
 
     @staticmethod
     def of_device(name: str) -> Machine | None:

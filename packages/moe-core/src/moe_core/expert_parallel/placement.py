@@ -10,14 +10,14 @@ import itertools
 import json
 import operator
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.config import whole_number
 from moe_core.errors import ConfigError
-from moe_core.whole_file import write_whole
+from moe_core.whole_file import as_path, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 #: of the JSON form
 VERSION = 1
+
+#: of a layer, written in one way only
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -155,30 +158,32 @@ class ExpertPlacement:
 
 def save_placements(path: str | os.PathLike[str], placements: Mapping[int, ExpertPlacement]) -> None:
     """Write the placement of each layer (by its index) to a JSON file, whole or not at all.  Raises ConfigError."""
+    file = as_path("path", path)
+    if not isinstance(placements, Mapping):
+        raise ConfigError(f"placements is {_short(placements)}, expected a mapping of layers to placements")
     layers = {whole_number("the index of a layer", layer, 0): placement for layer, placement in placements.items()}
     for layer, placement in layers.items():
         if not isinstance(placement, ExpertPlacement):
             raise ConfigError(f"layer {layer} has the placement {_short(placement)}, expected an ExpertPlacement")
     content = {"version": VERSION, "layers": {str(layer): layers[layer].to_json() for layer in sorted(layers)}}
-    write_whole(Path(path), json.dumps(content).encode())
+    write_whole(file, json.dumps(content).encode())
 
 
 def load_placements(path: str | os.PathLike[str]) -> dict[int, ExpertPlacement]:
     """What :func:`save_placements` wrote: the placement of each layer.  Raises ConfigError with the file's name."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"placements can't be read from {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("layers"), dict):
+    # here: files of checkpoints are read with more than a placement needs
+    from moe_core.checkpoint.strict_json import load_settings
+
+    content = load_settings("path", path)
+    if not isinstance(content.get("layers"), dict):
         raise ConfigError(f"{path} holds no placements, expected an object with version and layers")
-    if content.get("version") != VERSION:
-        raise ConfigError(f"{path} has version {_short(content.get('version'))}, expected {VERSION}")
+    version = content.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ConfigError(f"{path} has version {_short(version)}, expected {VERSION}")
     placements = {}
     for layer, value in content["layers"].items():
-        if not (layer.isascii() and layer.isdigit()):
-            raise ConfigError(f"{path}: {layer!r} is no index of a layer")
+        if not _INDEX.fullmatch(layer):
+            raise ConfigError(f"{path}: {_short(layer)} is no index of a layer, expected 0, 1, …")
         try:
             placements[int(layer)] = ExpertPlacement.from_json(value)
         except ConfigError as error:
