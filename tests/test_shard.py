@@ -168,7 +168,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         shard_layer(config(256), blocks, FusedMoEParallelConfig(tp_size=5))
     with pytest.raises(ConfigError, match="4 experts are too few for ep_size 5"):
         shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=5, ep_rank=4))
-    with pytest.raises(ConfigError, match=r"experts is \[4\], expected ids within 0..3"):
+    with pytest.raises(ConfigError, match=r"experts is \[4\], expected distinct ids within 0..3"):
         shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=2), experts=[4])
     part = shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=2))
     with pytest.raises(ConfigError, match="the layer has 2 of 4 experts, expected a whole one"):

@@ -31,7 +31,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from moe_core.errors import ConfigError, TensorError, did_you_mean
+from moe_core.errors import ConfigError, TensorError, check_instance, check_tensor, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class MoEActivation(Enum):
 
         Resolving what is resolved changes nothing.
         """
+        check_instance("params", params, ActivationParams, type(None))
         default = self.default_params()
         if params is None:
             return default
@@ -153,6 +154,8 @@ def apply_moe_activation(activation: MoEActivation, x: Tensor, params: Activatio
 
     Computed in float32 (float64 for float64) and rounded once at the end.  A NaN input gives NaN.
     """
+    check_instance("activation", activation, MoEActivation)
+    check_tensor("x", x)
     if not x.is_floating_point() or x.element_size() < 2:
         raise TensorError(f"x has dtype {x.dtype}, expected float64, float32, bfloat16 or float16")
     params = activation.resolve_params(params)

@@ -174,9 +174,10 @@ class FusedMoEParallelConfig:
         """The config of a rank of the layer by its number.  Raises ConfigError."""
         sizes = whole_number("tp_size", tp_size), whole_number("ep_size", ep_size)
         dp_size = whole_number("dp_size", dp_size)
-        if whole_number("rank", rank, 0) >= sizes[0] * sizes[1]:
+        rank = whole_number("rank", rank, 0)
+        if rank >= sizes[0] * sizes[1]:
             raise ConfigError(f"rank {rank} is not a rank of a layer with tp_size {tp_size} and ep_size {ep_size}")
-        ep_rank, tp_rank = divmod(rank, tp_size)
+        ep_rank, tp_rank = divmod(rank, sizes[0])
         dp_rank = 0 if dp_size == 1 else ep_rank if dp_size == ep_size else rank
         return FusedMoEParallelConfig(
             tp_size, tp_rank, dp_size, min(dp_rank, dp_size - 1), ep_size, ep_rank, all2all_backend

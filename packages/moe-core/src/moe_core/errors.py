@@ -135,6 +135,19 @@ def with_widths_of(name: object, known: Iterable[str]) -> list[str]:
     return [other for other in known if re.findall(r"\d", other)[: len(digits)] == digits]
 
 
+def check_instance(name: str, value: Any, *kinds: type) -> None:
+    """Raise :class:`ConfigError`, with the argument's ``name``, unless ``value`` is of one of ``kinds``.
+
+    True and False are not integers here.
+    """
+    if isinstance(value, kinds) and (type(value) is not bool or bool in kinds):
+        return
+    plain = value is None or isinstance(value, (bool, int, float, str, bytes, type))
+    found = repr(value)[:100] if plain else f"a {type(value).__module__}.{type(value).__qualname__}"
+    expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    raise ConfigError(f"{name} is {found.replace('builtins.', '')}, expected {expected}")
+
+
 def check_tensor(name: str, value: Any) -> None:
     """Raise :class:`TensorError` unless ``value`` is a dense ``torch.Tensor``."""
     if not isinstance(value, torch.Tensor):
@@ -160,6 +173,7 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) 
     found = tuple(tensor.shape)
     if found == expected:
         return
+    check_instance("expected", expected, tuple, list)
     fits = len(found) == len(expected) and all(
         isinstance(want, str) or have == want for have, want in zip(found, expected, strict=False)
     )
@@ -169,5 +183,10 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) 
 
 def check_dtype(name: str, tensor: torch.Tensor, expected: Sequence[torch.dtype]) -> None:
     """Raise :class:`TensorError` unless ``tensor.dtype`` is one of ``expected``."""
+    # every call of a kernel asks: what fits is seen first
+    if isinstance(expected, tuple) and getattr(tensor, "dtype", None) in expected:
+        return
+    check_tensor(name, tensor)
+    check_instance("expected", expected, tuple, list)
     if tensor.dtype not in expected:
         raise TensorError(f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, expected))}")

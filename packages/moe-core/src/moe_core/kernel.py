@@ -32,7 +32,7 @@ from moe_core.call_arguments import (
 )
 from moe_core.config import FusedMoEConfig
 from moe_core.environment import checks_values
-from moe_core.errors import ConfigError, TensorError
+from moe_core.errors import ConfigError, TensorError, check_instance
 from moe_core.experts import (
     FusedMoEExperts,
     FusedMoEExpertsModular,
@@ -75,6 +75,7 @@ class FusedMoEKernel:
     ) -> None:
         if not isinstance(experts, FusedMoEExperts):
             raise ConfigError(f"experts is {experts!r}, expected an instance of FusedMoEExperts")
+        check_instance("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalizeModular, type(None))
         self.weights = weights
         if isinstance(experts, FusedMoEExpertsModular):
             if prepare_finalize is None:
@@ -142,6 +143,7 @@ class FusedMoEKernel:
 
     @lora.setter
     def lora(self, weights: LoRAWeights | None) -> None:
+        check_instance("lora", weights, LoRAWeights, type(None))
         if weights is not None:
             weights.validate(self.config, self.weights.device)
         self._lora = weights
@@ -156,6 +158,7 @@ class FusedMoEKernel:
 
     @workspace.setter
     def workspace(self, workspace: Workspace | None) -> None:
+        check_instance("workspace", workspace, Workspace, type(None))
         if workspace is not None and workspace.place != self.weights.device:
             raise TensorError(
                 f"the workspace is on {workspace.place}, the layer's weights are on {self.weights.device}"

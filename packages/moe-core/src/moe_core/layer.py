@@ -19,7 +19,15 @@ from moe_core._fake import is_fake
 from moe_core.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.column_cut import refine
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import ConfigError, MoEError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.errors import (
+    ConfigError,
+    MoEError,
+    TensorError,
+    check_dtype,
+    check_instance,
+    check_shape,
+    check_tensor,
+)
 from moe_core.jit.compile_ahead import Progress
 from moe_core.kernel import FusedMoEKernel
 from moe_core.kernel_call import KernelCall
@@ -83,6 +91,8 @@ class FusedMoELayer(nn.Module):
         checkpoint they were.
         """
         super().__init__()
+        check_instance("kernel", kernel, FusedMoEKernel)
+        check_instance("routing", routing, RoutingConfig, type(None))
         self.kernel = kernel
         self.selection = selection
         self.routing = routing or kernel.config.routing
@@ -113,8 +123,8 @@ class FusedMoELayer(nn.Module):
             if tensor.device != self.weights.device:
                 raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
         movement = self.kernel.prepare_finalize
-        mapped = movement is not None and movement.maps_experts
-        if self.expert_map is None and not mapped and self.config.local_experts < experts:
+        over_ranks = movement is not None and movement.groups is not None and not movement.maps_experts
+        if self.expert_map is None and over_ranks and self.config.local_experts < experts:
             raise TensorError(
                 f"expert_map [{experts}] is missing: this rank holds {self.config.local_experts} of {experts} experts"
             )
@@ -177,6 +187,7 @@ class FusedMoELayer(nn.Module):
             raise TensorError("w13 is on the meta device: it has no values to convert")
         if is_fake(weights.w13):
             raise TensorError("w13 has no values to convert: make the layer outside of FakeTensorMode, call it within")
+        check_instance("copy", copy, bool)
         oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
         online = None if quantize is None else registry().online(quantize)
         if online is not None and online.scheme != oracle.scheme:
@@ -375,6 +386,9 @@ class FusedMoELayer(nn.Module):
             )
         router: dict[str, Tensor] = {}
         if not isinstance(weights, MoEWeights):
+            from moe_core.checkpoint import Checkpoint
+
+            check_instance("weights", weights, MoEWeights, Checkpoint, str, os.PathLike)
             source, quantized = self._read(weights, layer)
             router = self._router_of(source)
             weights = source.weights(device=self.weights.device)
@@ -627,6 +641,7 @@ def experts_left_out(model: nn.Module) -> Iterator[None]:
 
     Whoever reads what is written then needs the experts from elsewhere: the checkpoint that they came from.
     """
+    check_instance("model", model, nn.Module)
     layers = [module for module in model.modules() if isinstance(module, FusedMoELayer)]
     before = [layer.state_dict_without_experts for layer in layers]
     try:

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import as_torch_device
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_tensor
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape, check_tensor
 from moe_core.tensor_record import TensorRecord
 
 
 def lora_shapes(config: FusedMoEConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor of `LoRAWeights` for ``config``."""
+    check_instance("config", config, FusedMoEConfig)
     adapters, experts, rank = config.max_loras, config.local_experts, config.max_lora_rank
     hidden, size = config.hidden_size, config.intermediate_size
     parts = 2 if config.is_gated else 1
@@ -104,6 +105,7 @@ class LoRAWeights(TensorRecord):
 
     def validate(self, config: FusedMoEConfig, device: torch.device) -> None:
         """Raise ConfigError where the config has no adapters, TensorError for a tensor that does not fit it."""
+        check_instance("config", config, FusedMoEConfig)
         if not config.is_lora_enabled:
             raise ConfigError(
                 "the layer's config says is_lora_enabled=False: no backend was chosen that applies adapters"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import FusedMoEConfig, whole_number
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_instance
 from moe_core.experts import FusedMoEExpertsModular
 from moe_core.oracle import Oracle
 from moe_core.prepare_finalize.by_name import default_prepare_finalize
@@ -50,6 +50,7 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
 
     Nothing is read, and at most one expert of zeros is laid out, on the CPU.
     """
+    check_instance("selection", selection, Selection)
     whole_number("num_tokens", num_tokens, least=0)
     config = selection.config
     one = replace(selection, report=replace(selection.report, config=replace(config, num_local_experts=1)))

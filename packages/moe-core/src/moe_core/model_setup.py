@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_core.compile_calls import compile_calls
 from moe_core.config import whole_number
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_instance
 from moe_core.jit.compile_ahead import Progress
 from moe_core.kernel import FusedMoEKernel
 from moe_core.layer import FusedMoELayer
@@ -62,6 +62,7 @@ def warm_up(layers: Layers, max_tokens: int, *, progress: Progress | None = None
 
 def _kernels(layers: Layers) -> Iterator[tuple[FusedMoEKernel, FusedMoELayer | None]]:
     """(kernel, its layer if it has one) of each; ConfigError where there is none."""
+    check_instance("layers", layers, nn.Module, FusedMoEKernel, Iterable)
     given = layers.modules() if isinstance(layers, nn.Module) else layers
     found = 0
     for item in (given,) if isinstance(given, FusedMoEKernel) else given:

@@ -12,6 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from moe_core.errors import check_tensor
+
 
 class NumberKind(str, Enum):
     """What the bits of an element mean."""
@@ -80,6 +82,7 @@ def e8m0_to_float32(codes: Tensor) -> Tensor:
 
     Code 0 is 2**-127, a float32 subnormal; code 255 is NaN.
     """
+    check_tensor("codes", codes)
     if codes.dtype is torch.float8_e8m0fnu:
         codes = codes.view(torch.uint8)
     bits = codes.to(torch.int32)

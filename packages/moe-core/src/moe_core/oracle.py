@@ -28,6 +28,7 @@ from moe_core.errors import (
     MoEError,
     RegistryError,
     TensorError,
+    check_instance,
     did_you_mean,
 )
 from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
@@ -264,6 +265,7 @@ class Oracle:
 
         Raises TensorError for tensors that don't fit the selection's config and keys.
         """
+        check_instance("selection", selection, Selection)
         if (weights is None) == (not tensors):
             raise TensorError("give either canonical weights or their tensors by name")
         if weights is not None and not isinstance(weights, MoEWeights):
@@ -295,6 +297,7 @@ class Oracle:
     @staticmethod
     def make_experts(selection: Selection) -> FusedMoEExperts:
         """The selected class for the selection's layer and device, with the launch configurations of its profile."""
+        check_instance("selection", selection, Selection)
         made = selection.experts(
             selection.config,
             weight_key=selection.weight_key,
@@ -331,6 +334,9 @@ class Oracle:
         Warns where weights on a GPU get a loop on the host that nobody asked for (FallbackWarning), and of plug-ins
         whose claims failed (PluginWarning): selecting itself does neither.
         """
+        check_instance("selection", selection, Selection)
+        check_instance("layer", layer, str)
+        check_instance("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalizeModular, type(None))
         config = selection.config
         check_converted(weights, selection)
         warn_of(candidate.fault for candidate in selection.report.candidates if candidate.fault is not None)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_core.errors import ConfigError, did_you_mean
+from moe_core.errors import ConfigError, check_instance, did_you_mean
 from moe_core.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B8, UINT8, UINT8B128, QuantDtype
 
 
@@ -32,7 +32,8 @@ class GroupShape:
     col: int
 
     def __post_init__(self) -> None:
-        for value in (self.row, self.col):
+        for name, value in (("row", self.row), ("col", self.col)):
+            check_instance(name, value, int)
             if value != -1 and value < 1:
                 raise ConfigError(f"a group extent is positive or -1 (all), got {self.row}x{self.col}")
 

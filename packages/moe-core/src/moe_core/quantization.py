@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moe_core._e4m3 import decode_e4m3
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape
 from moe_core.numerics import AMAX_FLOOR, E2M1_VALUES, FP4_E2M1, FP8_E4M3, NumberKind, e8m0_to_float32, is_e8m0
 from moe_core.quant_key import Packing, QuantKey, check_one_level
 from moe_core.weights import MoEWeights, scale_shape, storage_dtypes, with_groups_of
@@ -63,6 +63,7 @@ def quantize_weight(
     word, rounded up), scale and zero point of :func:`moe_core.weights.scale_shape`.
     """
     check_shape("w", w, ("E", "rows", "K"))
+    check_instance("key", key, QuantKey)
     _check_parts(w.shape[1], parts)
     _check_g_idx(key, g_idx, w)
     if scale is not None:
@@ -102,6 +103,7 @@ def dequantize_weight(
     Raises TensorError where the tensors don't fit each other or the key.
     """
     check_shape("q", q, ("E", "rows", "K"))
+    check_instance("key", key, QuantKey)
     check_dtype("q", q, storage_dtypes(key))
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     codes = _unpack(q, key, cols)
@@ -206,6 +208,8 @@ def quantize_moe_weights(
     ``weight_key`` None keeps the weights as they are.  Biases, static input scales, ``g_idx`` and factors of inputs are
     carried through; ``w13_groups``, ``w2_groups``: see :func:`quantize_weight`.
     """
+    check_instance("gated", gated, bool)
+    check_instance("weight_key", weight_key, QuantKey, type(None))
     w13_scale = w2_scale = w13_zero_point = w2_zero_point = None
     if weight_key is not None:
         w13, w13_scale, w13_zero_point = quantize_weight(
@@ -314,6 +318,7 @@ def _extents(size: int, group: int) -> list[tuple[int, int, int]]:
 
 
 def _check_parts(rows: int, parts: int) -> None:
+    check_instance("parts", parts, int)
     if parts < 1 or rows % parts:
         raise TensorError(f"{rows} rows are no {parts} stacked matrices of equal height")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moe_core.activation import apply_moe_activation
 from moe_core.config import FusedMoEConfig
-from moe_core.errors import TensorError, check_dtype, check_shape
+from moe_core.errors import TensorError, check_dtype, check_instance, check_shape
 from moe_core.lora import LoRA, lora_product
 from moe_core.quant_key import QuantKey
 from moe_core.quantization import dequantize_weight, fake_quantize
@@ -61,7 +61,13 @@ def fused_moe_reference(
     Raises TensorError for tensors that don't fit each other.  Runs on any device, expert by expert: it needs the
     memory of two dequantised experts.
     """
+    check_instance("weights", weights, MoEWeights)
+    check_instance("config", config, FusedMoEConfig)
+    check_instance("lora", lora, LoRA, type(None))
+    check_instance("compute_dtype", compute_dtype, torch.dtype, type(None))
     check_shape("x", x, ("M", config.hidden_size))
+    if x.device != weights.w13.device:
+        raise TensorError(f"x is on {x.device}, w13 is on {weights.w13.device}")
     check_shape("topk_ids", topk_ids, (x.shape[0], config.top_k))
     check_shape("topk_weights", topk_weights, (x.shape[0], config.top_k))
     check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))

@@ -32,6 +32,7 @@ from moe_core.errors import (
     MoEError,
     RegistryError,
     SchemeNotInstalledError,
+    check_instance,
     did_you_mean,
     with_widths_of,
 )
@@ -134,6 +135,7 @@ class Registry:
         Raises SchemeNotInstalledError (with the pip command where it is known), ProtocolVersionError,
         RegistryError for an entry point that can't be loaded.
         """
+        check_instance("name", name, str)
         found = self._scheme(name)
         if found is None:
             known = ", ".join(self.scheme_names()) or "none"
@@ -148,6 +150,7 @@ class Registry:
 
         Raises as :meth:`scheme` does.
         """
+        check_instance("name", name, str)
         if name not in self._oracles:
             oracle = Oracle(self.scheme(name))
             faults = _add_backends(oracle, self._added_backends(name))
@@ -161,6 +164,9 @@ class Registry:
 
     def formats(self, name: str) -> tuple[type[CheckpointFormat], ...]:
         """Checkpoint formats of a scheme that work: its own, then those that other packages add."""
+        check_instance("name", name, str)
+        if name not in self.scheme_names():
+            self.scheme(name)  # says that there is none
         found = tuple(self._formats_of(name))
         self._tell()
         return found

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moe_core._exact import exp_nonpositive, ordered_int, sigmoid, sqrt_softplus, sum_pairwise, sum_unit_terms
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape
 
 #: ``(router_logits [M, E], top_k=..., renormalize=...) -> (weights [M, k], ids [M, k])``
 CustomRouting = Callable[..., tuple[Tensor, Tensor]]
@@ -84,6 +84,11 @@ class RoutingConfig:
     custom: CustomRouting | None = None
 
     def __post_init__(self) -> None:
+        for name in ("renormalize", "score_selected_only", "has_correction_bias"):
+            check_instance(name, getattr(self, name), bool)
+        for name in ("num_expert_group", "topk_group"):
+            check_instance(name, getattr(self, name), int, type(None))
+        check_instance("routed_scaling_factor", self.routed_scaling_factor, float, int)
         if self.scoring_func not in SCORING_FUNCS:
             raise ConfigError(f"scoring_func {self.scoring_func!r} is unknown; known: {', '.join(SCORING_FUNCS)}")
         if self.scoring_func == "none" and (self.renormalize or self.has_correction_bias or self.is_grouped):
@@ -136,6 +141,8 @@ class RoutingConfig:
         DeepSeekV3, MiniMax2 and DeepseekV4 take a correction bias; DeepSeekV3 needs groups and Custom a callable.
         Unspecified and Simulated name no computation and are refused.
         """
+        check_instance("method", method, RoutingMethodType, str)
+        check_instance("num_expert_group", num_expert_group, int, type(None))
         if isinstance(method, str):
             known = {m.name.lower(): m for m in RoutingMethodType}
             if method.lower() not in known:
@@ -173,6 +180,7 @@ class RoutingConfig:
         First comes a scoring function, with what is not named off, or a method's name ("DeepSeekV3"); fields follow by
         name, with ``=`` and a number where they are numbers.
         """
+        check_instance("text", text, str)
         first, *rest = (part.strip() for part in text.split(","))
         is_method = first not in SCORING_FUNCS
         if is_method and first.lower() not in {method.name.lower() for method in RoutingMethodType}:
@@ -197,6 +205,8 @@ class RoutingConfig:
 
     def check(self, *, num_experts: int, top_k: int) -> None:
         """Raise :class:`ConfigError` unless a layer of ``num_experts`` and ``top_k`` can be routed so."""
+        check_instance("num_experts", num_experts, int, torch.SymInt)
+        check_instance("top_k", top_k, int)
         if not 1 <= top_k <= num_experts:
             raise ConfigError(f"top_k must be within 1..{num_experts} experts, got {top_k}")
         if self.custom is not None:
@@ -252,6 +262,7 @@ def check_routing_inputs(
     """Raise :class:`TensorError` or :class:`ConfigError` unless the arguments of a routing function fit together."""
     check_shape("router_logits", router_logits, ("M", "E"))
     check_dtype("router_logits", router_logits, LOGIT_DTYPES)
+    check_instance("config", config, RoutingConfig)
     experts = router_logits.shape[1]
     config.check(num_experts=experts, top_k=top_k)
     if (correction_bias is not None) != config.has_correction_bias:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_core.entry_points import imported
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_instance
 
 if TYPE_CHECKING:
     from moe_core.backend import Backend
@@ -92,6 +92,7 @@ class SchemeSpec:
 
     def write_quickstart(self, folder: Path) -> None:
         """Write a small checkpoint that the scheme reads into ``folder``; ConfigError where it has none."""
+        check_instance("folder", folder, Path)
         if self.quickstart is None:
             raise ConfigError(f"the scheme {self.name} writes no checkpoint: its quickstart is None")
         writer: Any = imported(self.quickstart) if isinstance(self.quickstart, str) else self.quickstart

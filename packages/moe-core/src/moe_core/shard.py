@@ -6,6 +6,7 @@ ranks' outputs add up to the layer's.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from moe_core.column_cut import ColumnCut, column_cuts, cut_columns, plain_cut, refine, share
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_core.device import as_torch_device
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_instance
 from moe_core.weights import MoEWeights
 
 
@@ -54,8 +55,10 @@ def shard_layer(
     Raises ConfigError for a layer that is a rank's part already, for another layer's ``cut``, for ranks among which no
     cut shares the columns, and for fewer experts than ranks; TensorError for weights that don't fit ``config``.
     """
-    if not isinstance(parallel, FusedMoEParallelConfig):
-        raise ConfigError(f"parallel is {parallel!r}, expected a FusedMoEParallelConfig, such as groups.parallel")
+    check_instance("config", config, FusedMoEConfig)
+    check_instance("weights", weights, MoEWeights)
+    check_instance("parallel", parallel, FusedMoEParallelConfig)
+    check_instance("cut", cut, ColumnCut, type(None))
     weights.validate(config)
     if config.local_experts != config.num_experts:
         raise ConfigError(f"the layer has {config.local_experts} of {config.num_experts} experts, expected a whole one")
@@ -64,9 +67,10 @@ def shard_layer(
             f"config.parallel says that the layer is tensor-parallel rank {config.parallel.tp_rank}'s part of "
             f"{config.parallel.tp_size}, {config.intermediate_size} columns, expected a whole one (tp_size 1)"
         )
-    chosen = local_expert_range(config.num_experts, parallel) if experts is None else tuple(experts)
-    if experts is not None and not (chosen and set(chosen) <= set(range(config.num_experts))):
-        raise ConfigError(f"experts is {list(chosen)[:20]}, expected ids within 0..{config.num_experts - 1}")
+    if experts is None:
+        chosen = local_expert_range(config.num_experts, parallel)
+    else:
+        chosen = _expert_ids(experts, config.num_experts)
     part = config
     whole = chosen == tuple(range(config.num_experts))
     if not whole:
@@ -90,6 +94,18 @@ def shard_layer(
         experts=chosen,
         expert_map=None if whole else map_of(chosen, config.num_experts, weights.w13.device),
     )
+
+
+def _expert_ids(experts: object, num_experts: int) -> tuple[int, ...]:
+    """``experts`` as plain integers.  Raises ConfigError unless these are distinct ids of the layer's experts."""
+    try:
+        chosen = tuple(operator.index(expert) for expert in experts)  # type: ignore[attr-defined]
+    except TypeError:
+        chosen = ()
+    if not chosen or not set(chosen) <= set(range(num_experts)) or len(set(chosen)) < len(chosen):
+        shown = list(chosen)[:20] or type(experts).__name__
+        raise ConfigError(f"experts is {shown}, expected distinct ids within 0..{num_experts - 1}")
+    return chosen
 
 
 def local_expert_range(num_experts: int, parallel: FusedMoEParallelConfig) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from moe_core._e4m3 import decode_e4m3
 from moe_core.activation import apply_moe_activation
-from moe_core.config import FusedMoEActivationFormat
-from moe_core.errors import TensorError
+from moe_core.config import FusedMoEActivationFormat, whole_number
+from moe_core.errors import TensorError, check_shape, check_tensor
 from moe_core.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.lora import LoRA, LoRAWeights, lora_product
 from moe_core.numerics import NumberKind, is_e8m0
@@ -37,6 +37,11 @@ from moe_core.weights import KernelWeights, MoEWeights
 
 def local_expert_ids(topk_ids: Tensor, num_experts: int, num_local: int, expert_map: Tensor | None) -> Tensor:
     """``topk_ids`` [M, k] as int64 indices of local experts; -1 for ids out of range or living elsewhere."""
+    check_tensor("topk_ids", topk_ids)
+    whole_number("num_experts", num_experts)
+    whole_number("num_local", num_local, 0)
+    if expert_map is not None:
+        check_shape("expert_map", expert_map, (num_experts,))
     ids = topk_ids.to(torch.int64)
     valid = (ids >= 0) & (ids < num_experts)
     if expert_map is not None:

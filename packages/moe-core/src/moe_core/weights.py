@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_core.config import FusedMoEConfig
 from moe_core.device import as_torch_device
-from moe_core.errors import TensorError, check_dtype, check_shape, check_sign, check_tensor
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape, check_sign, check_tensor
 from moe_core.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.quant_config import FusedMoEQuantConfig
 from moe_core.quant_key import QuantKey, as_quant_key, check_one_level
@@ -26,7 +26,12 @@ def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 
     Per tensor: ``[E, parts]``.  Otherwise ``[E, parts * grid_rows, grid_cols]``.
     Raises ConfigError for a key with two levels of scales.
     """
+    check_instance("key", key, QuantKey)
     check_one_level(key)
+    for name, value in (("experts", experts), ("rows", rows), ("cols", cols), ("parts", parts)):
+        check_instance(name, value, int, torch.SymInt)
+    if parts < 1:
+        raise ConfigError(f"parts is {parts}, expected 1 or 2 stacked matrices")
     if key.group_shape.is_per_tensor:
         return (experts, parts)
     grid_rows, grid_cols = key.group_shape.grid(rows // parts, cols)
@@ -168,6 +173,7 @@ class MoEWeights(TensorRecord):
         scale covers a whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of
         range): reads every byte and synchronises.
         """
+        check_instance("config", config, FusedMoEConfig)
         experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
         parts = 2 if config.is_gated else 1
         per_word = self.weight_key.packing.values_per_word if self.weight_key and self.weight_key.packing else 1
@@ -376,6 +382,7 @@ class KernelWeights(TensorRecord):
         All or nothing: raises TensorError, before anything is written, where arrangements, names, shapes or dtypes
         differ, and for a tensor that cannot be read, or written.
         """
+        check_instance("other", other, KernelWeights)
         for name in sorted({*self.arrangement, *other.arrangement}):
             expected, found = (kept.arrangement.get(name, "columns as they come") for kept in (self, other))
             if found != expected:

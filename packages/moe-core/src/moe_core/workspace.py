@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_core.device import as_torch_device
-from moe_core.errors import TensorError, check_tensor
+from moe_core.errors import TensorError, check_instance, check_tensor
 from moe_core.stream_order import StreamOrder
 
 #: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
@@ -131,6 +131,9 @@ class Workspace:
 
     def reserve(self, nbytes: int) -> None:
         """Grow to at least ``nbytes`` now.  Raises TensorError if the buffer is the caller's and too small."""
+        check_instance("nbytes", nbytes, int)
+        if nbytes >= 2**63:
+            raise TensorError(f"nbytes is {nbytes}, expected less than 2^63: no memory has as many")
         if nbytes > self._buffer.numel():
             self._grow(nbytes)
             if self.device.type == "cuda":

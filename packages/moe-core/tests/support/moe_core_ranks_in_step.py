@@ -128,9 +128,9 @@ def maps(rank: int) -> list[str]:
     found = []
     for experts in (None, (0, 1)):
         part = mc.shard_layer(CONFIG, weights_of(0), groups.parallel, experts=experts)
-        made = partial(mc.FusedMoELayer.from_weights, "int8", part.config, part.weights)
-        found += [told(partial(made, groups=groups)), told(made)]
-    return found
+        found.append(told(partial(mc.FusedMoELayer.from_weights, "int8", part.config, part.weights, groups=groups)))
+    layer = layer_of(groups, 0)
+    return [*found, told(partial(mc.FusedMoELayer, layer.kernel, layer.selection))]
 
 
 def every(rank: int) -> dict[str, Any]:

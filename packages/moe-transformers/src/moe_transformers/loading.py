@@ -127,12 +127,14 @@ def _load_pretrained_model(
 ) -> Any:
     """``PreTrainedModel._load_pretrained_model``: reads the files into the model."""
     quantizer = load_config.hf_quantizer
-    if isinstance(quantizer, MoeCoreQuantizer):
-        state_dict = quantizer.tensors(model, load_config.device_map)
-        load_config = dataclasses.replace(load_config, hf_quantizer=None)
-    info, offloaded = original(model, state_dict, files, load_config, *rest, **named)
-    if isinstance(quantizer, MoeCoreQuantizer):
-        quantizer.plan.complete(model, load_config, info, offloaded)
+    with contextlib.ExitStack() as reading:
+        if isinstance(quantizer, MoeCoreQuantizer):
+            reading.enter_context(quantizer.plan.checkpoint.reading())
+            state_dict = quantizer.tensors(model, load_config.device_map)
+            load_config = dataclasses.replace(load_config, hf_quantizer=None)
+        info, offloaded = original(model, state_dict, files, load_config, *rest, **named)
+        if isinstance(quantizer, MoeCoreQuantizer):
+            quantizer.plan.complete(model, load_config, info, offloaded)
     # expected keys are given for an adapter, whose files have nothing of the model that is loaded already
     if _OPTIONS.get() is not None and not (rest or named):
         try:

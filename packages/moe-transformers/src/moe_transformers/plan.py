@@ -105,7 +105,7 @@ class Plan:
         checkpoint = Checkpoint.open(folder)
         found = Plan(checkpoint, options, dtype, [], set())
         places = list(blocks(model))
-        with found.refusing():
+        with found.refusing(), checkpoint.reading():
             for block in places:
                 found._add(block)
             if not places:

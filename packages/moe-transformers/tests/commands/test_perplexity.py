@@ -5,7 +5,9 @@ What is compared with a model that the test runs itself, or names a backend, is 
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -146,3 +148,57 @@ def test_a_model_that_gives_no_numbers(moe: Any, plain: Path, text: Path, monkey
     result = moe("perplexity", plain, "--text", text.parent / "ids", "--ids", "--json")
     assert result.code == 1
     assert result.data["perplexity"] is None
+
+
+HOSTILE = [
+    {"hidden_size": "x"},
+    {"hidden_size": None},
+    {"num_attention_heads": 0},
+    {"num_key_value_heads": 0},
+    {"num_key_value_heads": 3},
+    {"num_hidden_layers": -1},
+    {"head_dim": 0},
+    {"head_dim": 7},
+    {"hidden_act": 5},
+    {"rms_norm_eps": "x"},
+    {"rope_parameters": 5},
+    {"rope_parameters": {"rope_type": "nonsense"}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+    {"vocab_size": "x"},
+    {"vocab_size": 0},
+    {"vocab_size": []},
+    {"max_position_embeddings": "x"},
+    {"max_position_embeddings": -5},
+    {"max_position_embeddings": 0.5},
+    {"sliding_window": "x", "use_sliding_window": True},
+    {"layer_types": ["nonsense"]},
+    {"attention_dropout": "x"},
+    {"eos_token_id": "x"},
+    {"eos_token_id": []},
+    {"pad_token_id": {}},
+    {"architectures": 5},
+    {"model_type": 5},
+    {"model_type": []},
+    {"dtype": "nonsense"},
+    {"use_cache": "x"},
+]
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=str)
+@pytest.mark.parametrize("generate", [False, True])
+def test_a_config_that_no_model_has_ends_in_a_sentence(
+    moe: Any, plain: Path, tmp_path: Path, change: dict[str, Any], generate: bool
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(plain, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "ids").write_text("1 2 3 4")
+    if generate:
+        arguments = ["generate", folder, "--prompt", "1 2 3", "--ids", "--max-new-tokens", 2]
+    else:
+        arguments = ["perplexity", folder, "--text", tmp_path / "ids", "--ids"]
+    # a raw exception would come through
+    result = moe(*arguments, *ON_CPU)
+    assert result.code in (0, 1, 2)
+    assert (result.code == 2) == ("moe: error:" in result.err), result.err

@@ -17,7 +17,7 @@ from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
 from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
 from moe_core.checkpoint.unread import unread_entries
 from moe_core.config import FusedMoEConfig, as_dtype, whole_number
-from moe_core.errors import ConfigError, did_you_mean
+from moe_core.errors import ConfigError, check_instance, did_you_mean
 from moe_core.routing import RoutingConfig
 
 #: instead of a routing: each call is given topk_weights and topk_ids
@@ -43,6 +43,10 @@ class Given:
     def __post_init__(self) -> None:
         if self.top_k is not None:
             object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
+        check_instance("routing", self.routing, RoutingConfig, str, type(None))
+        check_instance("activation", self.activation, MoEActivation, str, type(None))
+        check_instance("activation_params", self.activation_params, ActivationParams, type(None))
+        check_instance("assume", self.assume, bool)
         if self.activation_params is not None and self.activation is None:
             raise ConfigError("activation_params go with activation, which is not given")
 

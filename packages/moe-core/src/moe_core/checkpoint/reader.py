@@ -7,11 +7,12 @@ one, into memory of their own: a file that changes is an error, never another re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,7 +27,8 @@ from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile, Span, Te
 from moe_core.checkpoint.safetensors_header import Kind
 from moe_core.checkpoint.statements import read_quantization
 from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
-from moe_core.errors import CheckpointError, ConfigError
+from moe_core.errors import CheckpointError, ConfigError, check_instance
+from moe_core.whole_file import as_path
 
 #: files that are kept open; a model has hundreds, a layer's tensors lie in a few
 MOST_OPEN = 16
@@ -56,6 +58,7 @@ class Checkpoint:
         self._states = {file: FileState.of(file) for file in sorted(set(files.values()))}
         self._opened: dict[Path, SafetensorsFile] = {}
         self._recent: dict[Path, None] = {}
+        self._readers = 0
         self._layers: dict[str, dict[int, LayerNames]] = {}
         self._found: dict[object, object] = {}
 
@@ -66,11 +69,8 @@ class Checkpoint:
         An index wins over files beside it; without one, ``model*.safetensors`` are taken, or else all.
         Raises CheckpointError; ConfigError for what is no path.
         """
-        try:
-            folder = Path(path) if path else None
-        except TypeError:
-            folder = None
-        if folder is None:
+        folder = as_path("path", path)
+        if not str(path):
             raise ConfigError(f"path is {path!r}, expected a checkpoint's folder")
         try:
             return cls._open(folder)
@@ -115,6 +115,7 @@ class Checkpoint:
         ``stack``: where a model has several stacks of layers (Qwen3-Omni's thinker and talker), the first part of the
         names of the one that is meant; default: the family's own, which is the thinker there.
         """
+        check_instance("stack", stack, str, type(None))
         if stack is None and len(self._stacks) > 1:
             kind = self.config.get("model_type")
             stack = DEFAULT_STACKS.get(kind) if isinstance(kind, str) else None
@@ -286,6 +287,24 @@ class Checkpoint:
         if name not in file.kinds:
             raise CheckpointError(f"the index of {self.path} says that {path.name} holds {name!r}, but it does not")
         return file
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it files that are read stay open; behind the last of several, which may overlap, none does.
+
+        What is read outside of it keeps its file open as long as the checkpoint exists.
+        """
+        with _LOCK:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self._readers -= 1
+                if not self._readers:
+                    for path in self._recent:
+                        self._opened[path].release()
+                    self._recent.clear()
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r})"

@@ -21,7 +21,7 @@ from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.reading_threads import readers
 from moe_core.column_cut import ColumnCut, column_cuts, cut_columns, plain_cut, refine
 from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
-from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError
+from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError, check_instance
 from moe_core.online import OnlineQuantization
 from moe_core.plugins import Raised, attempt
 from moe_core.quant_key import QuantKey, as_quant_key
@@ -110,7 +110,7 @@ class LayerSource:
                 self.layout.load_columns, self.whole, first, last, experts=self.experts, device=device
             )
         try:
-            with readers():
+            with self.layer.checkpoint.reading(), readers():
                 weights = _of_format(self.format, load)
         except CheckpointError as error:
             if (first, last) == (0, size):
@@ -160,11 +160,13 @@ def read_layer(
     """
     if layer is not None:
         layer = whole_number("layer", layer, 0)
-    tensors = find_layer(checkpoint, layer, stack)
+    check_instance("checkpoint", checkpoint, Checkpoint)
     parallel = parallel or FusedMoEParallelConfig()
-    chosen = _chosen(experts, tensors.num_experts, parallel)
-    model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
-    scheme, adapter, layout = detect(checkpoint, tensors, quantize, plugins)
+    with checkpoint.reading():
+        tensors = find_layer(checkpoint, layer, stack)
+        chosen = _chosen(experts, tensors.num_experts, parallel)
+        model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
+        scheme, adapter, layout = detect(checkpoint, tensors, quantize, plugins)
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)
     weight_key = as_quant_key(layout.weight_key, "weight_key")

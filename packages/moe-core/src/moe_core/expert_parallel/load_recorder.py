@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_core.config import whole_number
 from moe_core.device import as_torch_device
-from moe_core.errors import ConfigError, TensorError
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_tensor
 
 
 class ExpertLoadRecorder:
@@ -34,8 +34,11 @@ class ExpertLoadRecorder:
         Raises ConfigError for a layer that is not there, TensorError for ids on another device.
         """
         layers, bins = self._all.shape
-        if not 0 <= layer < layers:
+        layer = whole_number("layer", layer, 0)
+        if layer >= layers:
             raise ConfigError(f"layer is {layer}, the recorder has layers 0 to {layers - 1}")
+        check_tensor("topk_ids", topk_ids)
+        check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
         if topk_ids.device != self._all.device:
             raise TensorError(f"topk_ids is on {topk_ids.device}, the recorder counts on {self._all.device}")
         ids = topk_ids.reshape(-1).long()
@@ -44,6 +47,7 @@ class ExpertLoadRecorder:
 
     def decay(self, factor: float = 0.5) -> None:
         """Let what was counted so far count ``factor`` of it, from 0 (forget it) to 1: so counts follow loads."""
+        check_instance("factor", factor, int, float)
         if not 0 <= factor <= 1:
             raise ConfigError(f"factor is {factor!r}, expected a number from 0 to 1")
         self._all.copy_((self._all.double() * factor).long())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from moe_core.config import whole_number
+from moe_core.errors import check_instance
 from moe_core.expert_parallel.placement import ExpertPlacement
 
 #: (rank, local index)
@@ -20,6 +21,8 @@ def placement_steps(
     is somewhere, and what stays on a rank stays in its slot.  Pure: all ranks come to the same steps.
     Raises ConfigError where a rank of ``new`` has another number of experts.
     """
+    check_instance("current", current, ExpertPlacement)
+    check_instance("new", new, ExpertPlacement)
     most = max(map(len, current.ranks)) if max_staged is None else whole_number("max_staged", max_staged)
     return _Steps(current, new.aligned(current), most).run()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_core.config import whole_number
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_instance
 from moe_core.whole_file import as_path, write_whole
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class ExpertPlacement:
         """[E] int32: the local index of each expert on ``rank``, -1 for those that it does not hold."""
         from moe_core.shard import map_of
 
+        check_instance("rank", rank, int)
         if not 0 <= rank < self.ep_size:
             raise ConfigError(f"rank {rank} is not a rank of a placement on {self.ep_size}")
         return map_of(self.ranks[rank], self.num_experts, device)
@@ -129,6 +130,7 @@ class ExpertPlacement:
 
         Raises ConfigError for other numbers of ranks, or of experts on one.
         """
+        check_instance("current", current, ExpertPlacement)
         sizes = [tuple(map(len, placement.ranks)) for placement in (self, current)]
         if sizes[0] != sizes[1]:
             raise ConfigError(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moe_core.config import whole_number
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, check_instance
 from moe_core.expert_parallel.placement import ExpertPlacement
 
 #: by how much more than the best found the most loaded rank may have, if fewer experts move then
@@ -46,6 +46,7 @@ class PlacementPlan:
 
 def rank_loads(placement: ExpertPlacement, counts: Sequence[float] | Tensor) -> tuple[float, ...]:
     """Load of each rank: an expert's ``counts`` [E] are shared evenly by its replicas."""
+    check_instance("placement", placement, ExpertPlacement)
     loads = _loads(counts)
     if len(loads) != placement.num_experts:
         raise ConfigError(f"counts has {len(loads)} numbers, the placement is of {placement.num_experts} experts")
@@ -69,6 +70,10 @@ def plan_placement(
     Raises ConfigError for loads that are no finite numbers of at least 0, and for slots that do not hold every expert
     or hold more than one of each on every rank.
     """
+    check_instance("current", current, ExpertPlacement, type(None))
+    check_instance("tolerance", tolerance, int, float)
+    if not 0 <= tolerance < math.inf:
+        raise ConfigError(f"tolerance is {tolerance!r}, expected a finite number of 0 or more")
     loads = _loads(counts)
     rooms = _rooms(len(loads), whole_number("ep_size", ep_size), slots, current)
     replicas, fresh = _balanced(loads, rooms)
@@ -87,6 +92,9 @@ def plan_placement(
 
 
 def _loads(counts: Sequence[float] | Tensor) -> list[float]:
+    check_instance("counts", counts, Tensor, Iterable)
+    if isinstance(counts, Tensor) and (counts.is_meta or counts.dim() != 1):
+        raise ConfigError(f"counts has shape {list(counts.shape)} on {counts.device}, expected values [E]")
     found = counts.tolist() if isinstance(counts, Tensor) else list(counts)
     if not found or not all(isinstance(load, int | float) and math.isfinite(load) and load >= 0 for load in found):
         raise ConfigError(f"counts must hold a finite number of at least 0 for each expert, got {str(found)[:100]}")

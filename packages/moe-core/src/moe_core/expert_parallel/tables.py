@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_core.config import whole_number
 from moe_core.device import as_torch_device
-from moe_core.errors import ConfigError
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape
 from moe_core.expert_parallel.placement import ExpertPlacement
 
 
@@ -48,6 +48,7 @@ class ReplicaTables:
 
         Raises ConfigError where the placement needs more.
         """
+        check_instance("placement", placement, ExpertPlacement)
         room = placement.ep_size if max_replicas is None else whole_number("max_replicas", max_replicas)
         most = placement.max_local_experts if stride is None else whole_number("stride", stride)
         where = as_torch_device(device)
@@ -78,6 +79,7 @@ class ReplicaTables:
 
     def _rows(self, placement: ExpertPlacement) -> tuple[Tensor, Tensor]:
         """(slots, counts) of a placement that fits, on the CPU."""
+        check_instance("placement", placement, ExpertPlacement)
         experts, room = self.slots.shape
         if placement.num_experts != experts:
             raise ConfigError(f"the placement is of {placement.num_experts} experts, the tables are of {experts}")
@@ -97,6 +99,11 @@ class ReplicaTables:
 
         What kernels that dispatch do, in torch operations; without host synchronisation.
         """
+        check_shape("topk_ids", topk_ids, ("M", "k"))
+        check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
+        if topk_ids.device != self.slots.device:
+            raise TensorError(f"topk_ids is on {topk_ids.device}, the tables are on {self.slots.device}")
+        offset = whole_number("offset", offset, 0)
         experts = self.slots.shape[0]
         ids = topk_ids.long()
         valid = (ids >= 0) & (ids < experts)
@@ -111,5 +118,6 @@ class ReplicaTables:
 
         For ranks that see all tokens: each (token, slot) is on exactly one rank, so the ranks' outputs add up.
         """
+        rank = whole_number("rank", rank, 0)
         ranks, local = self.choose(topk_ids, offset=offset)
         return torch.where(ranks == rank, local, -1)

@@ -13,7 +13,7 @@ from moe_core.command_api import duration, emit, progress, seconds_since
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from moe_transformers.commands.model import Loaded, load, rate, summary
+from moe_transformers.commands.model import Loaded, load, of_transformers, rate, summary
 from moe_transformers.commands.tokens import tokenizer_of, tokens_of
 
 
@@ -80,15 +80,16 @@ def _generate(args: argparse.Namespace, loaded: Loaded, prompt: Tensor, count: i
     choice: dict[str, Any] = {"do_sample": False, "num_beams": 1} if args.greedy else {}
     loaded.synchronize()
     start = time.perf_counter()
-    tokens = loaded.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        pad_token_id=_pad(loaded.model),
-        stopping_criteria=StoppingCriteriaList([clock]),
-        **choice,
-    )
-    loaded.synchronize()
+    with of_transformers(args, "generate with"):
+        tokens = loaded.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            pad_token_id=_pad(loaded.model),
+            stopping_criteria=StoppingCriteriaList([clock]),
+            **choice,
+        )
+        loaded.synchronize()
     end = time.perf_counter()
     first = end if clock.first is None else clock.first
     return _Timed(tokens.cpu(), first - start, end - first)

@@ -113,22 +113,23 @@ def _experts(model: nn.Module) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def of_transformers(args: argparse.Namespace) -> Iterator[None]:
-    """What transformers raises for a folder that it does not read, as CheckpointError."""
+def of_transformers(args: argparse.Namespace, what: str = "load") -> Iterator[None]:
+    """What transformers raises for a folder that it can't load, or ``what`` it does with it, as CheckpointError.
+
+    A config.json may make any line of a model fail, so any exception may come of one; full memory stays what it is.
+    """
     try:
         yield
-    except MoEError:
+    except (MoEError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:
+        if "ignore_mismatched_sizes" in str(error):  # its name for tensors of other shapes than the modules'
+            raise CheckpointError(
+                f"transformers cannot load {args.path}: shapes of its tensors are not those that config.json gives; "
+                "the report above names them (MISMATCH)"
+            ) from error
         text = " ".join(str(error).split())
-        raise CheckpointError(f"transformers cannot load {args.path}: {type(error).__name__}: {text}") from error
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):  # its name for tensors of other shapes than the modules'
-            raise
-        raise CheckpointError(
-            f"transformers cannot load {args.path}: shapes of its tensors are not those that config.json gives; the "
-            "report above names them (MISMATCH)"
-        ) from error
+        raise CheckpointError(f"transformers cannot {what} {args.path}: {type(error).__name__}: {text}") from error
 
 
 @contextlib.contextmanager

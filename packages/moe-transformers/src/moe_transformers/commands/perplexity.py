@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from moe_core import Checkpoint, ConfigError
+from moe_core import Checkpoint, CheckpointError, ConfigError
 from moe_core.command_api import duration, emit, progress, seconds_since
 from moe_transformers_cli import check_windows as _check
 from torch import Tensor
@@ -31,12 +31,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--text {args.text} has {len(tokens)} token, expected 2 or more: one to predict another")
     with of_transformers(args):
         config = AutoConfig.from_pretrained(args.path).get_text_config()
-    window = _check(args, getattr(config, "max_position_embeddings", None))
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and (type(longest) is not int or longest < 2):
+        raise CheckpointError(
+            f"config.json of {args.path} has the max_position_embeddings {longest!r}, expected an integer of 2 or more"
+        )
+    window = _check(args, longest)
     loaded = load(args)
     spans = list(windows(len(tokens), window, args.stride or window))
     total, scored, start = 0.0, 0, time.perf_counter()
     for number, (begin, first, end) in enumerate(spans, 1):
-        with progress(f"window {number} of {len(spans)}"):
+        with progress(f"window {number} of {len(spans)}"), of_transformers(args, "run"):
             total += negative_log_likelihood(loaded, tokens[begin:end], end - first)
         scored += end - first
     seconds = seconds_since(start)

@@ -37,6 +37,8 @@ def tokens_of(args: argparse.Namespace, tokenizer: Any, text: str, name: str) ->
         raise ConfigError(f"{name} has no tokens")
     with of_transformers(args):
         size = AutoConfig.from_pretrained(args.path).get_text_config().vocab_size
+    if type(size) is not int or size < 1:
+        raise CheckpointError(f"config.json of {args.path} has the vocab_size {size!r}, expected a positive integer")
     wrong = next((number for number in ids if not 0 <= number < size), None)
     if wrong is not None:
         raise ConfigError(f"{name} has the token {wrong}, expected 0 to {size - 1}: the model's vocabulary")
