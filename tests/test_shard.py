@@ -138,6 +138,8 @@ def test_experts_are_consecutive_or_those_that_are_named() -> None:
         assert shard.experts == experts
         assert torch.equal(shard.weights.w13, weights.w13[list(experts)])
     named = shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=2, ep_rank=1), experts=[3, 0])
+    # in the order given, which is that of the weights and of the map
+    assert named.experts == (3, 0)
     assert torch.equal(named.weights.w2, weights.w2[[3, 0]])
     assert named.expert_map is not None
     assert named.expert_map.tolist() == [1, -1, -1, 0]

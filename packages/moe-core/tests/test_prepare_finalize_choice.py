@@ -152,6 +152,10 @@ def test_the_report_is_json(oracle: Oracle) -> None:
     assert (data["tp_size"], data["ep_size"], data["dp_size"], data["tokens_per_rank"]) == (2, 8, 8, 64)
     assert {pair["backend"] for pair in data["prepare_finalize"][0]["pairs"]} == {"routes", "gathers", "quantized"}
     assert data["prepare_finalize"][0]["cost"]["seconds"] > 0
+    payloads = {
+        one["name"]: one["quantised_before"] for one in select(oracle, ep=8, dp=8).as_dict()["prepare_finalize"]
+    }
+    assert (payloads["alltoall"], payloads["allgather_reducescatter"]) == (str(kFp8Dynamic128Sym), None)
     elsewhere = select(oracle, ep=8, dp=8, device="cpu").as_dict()
     assert elsewhere["machine"] is None
     assert elsewhere["prepare_finalize"][0]["cost"]["seconds"] is None

@@ -180,6 +180,10 @@ def test_experts_apart_from_the_gpu_are_refused(folder: Path) -> None:
     assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     with pytest.raises(mc.ConfigError, match=r"puts model\.layers\.1\.mlp\.experts on cpu, .*max_memory"):
         plan.place({"model.layers.0": "cuda:0", "model.layers.1": "cpu", "": "cuda:0"})
+    # nor where there are no others that run
+    for everything in ("disk", torch.device("meta")):
+        with pytest.raises(mc.ConfigError, match=r"puts model\.layers\.0\.mlp\.experts on disk"):
+            plan.place({"": everything})
 
 
 def test_the_largest_layers_conversion_has_room(folder: Path) -> None:

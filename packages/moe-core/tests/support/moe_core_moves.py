@@ -146,6 +146,7 @@ def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
             raise torch.OutOfMemoryError("out of memory")
         return empty(*arguments, **options)
 
+    mover.stage(new)  # what was staged before a stage that fails is gone, too
     with mock.patch("moe_core.distributed.expert_mover.torch.empty", full):
         found["no memory"] = refusal(lambda: mover.stage(new))
     found["nothing staged"] = refusal(mover.commit)

@@ -128,6 +128,14 @@ def test_any_other_value_is_refused_or_does_no_harm(value: Any) -> None:
     assert data == profile().as_dict()
 
 
+@pytest.mark.parametrize(("then", "fits"), [("3.6.0", True), ("3.6.2", True), ("3.5.0", False), ("3.7.0", False)])
+def test_a_minor_version_of_triton_is_another_compiler(then: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_core.tuning.profile.distribution_version", lambda name: "3.6.1")
+    reason = replace(profile(), versions={"triton": then}).reason_against(GPU)
+    assert (reason is None) == fits
+    assert fits or f"measured with Triton {then}, this is 3.6.1" in str(reason)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"profile": 1', b"\xff", b"{}"])
 def test_what_is_no_profile_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "broken.json"

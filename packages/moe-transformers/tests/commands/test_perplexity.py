@@ -201,4 +201,4 @@ def test_a_config_that_no_model_has_ends_in_a_sentence(
     # a raw exception would come through
     result = moe(*arguments, *ON_CPU)
     assert result.code in (0, 1, 2)
-    assert (result.code == 2) == ("moe: error:" in result.err), result.err
+    assert (result.code == 2) == (f"moe {arguments[0]}: " in result.err), result.err

@@ -409,6 +409,13 @@ def test_tensors_that_do_not_fit(tmp_path: Path, name: str) -> None:
     refused(tmp_path, of_all(experts.tensors(gptq), suffix, change), config(experts), message, **SIZES)
 
 
+def test_a_tensor_that_does_not_fit_says_where_the_settings_are(tmp_path: Path) -> None:
+    experts = Codes()
+    tensors = of_all(experts.tensors(gptq), "up_proj.scales", lambda t: t[:2].contiguous())
+    where = f"(4 bits in groups of 32: {tmp_path / 'config.json'}: quantization_config"
+    refused(tmp_path, tensors, config(experts), where, **SIZES)
+
+
 def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:
     experts = Codes(symmetric=False, low=1)
     base = experts.tensors(gptq)
