@@ -412,9 +412,9 @@ def test_only_regular_files_are_replaced(moe: Any, folder: Path, tmp_path: Path)
     (tmp_path / "null").symlink_to("/dev/null")
     before = sorted(tmp_path.rglob("*"))
     for name, part in (
-        ("pipe", "is no regular file"),
-        ("/dev/null", "is no regular file"),
-        ("null", "is no regular file"),
+        ("pipe", "is not a regular file"),
+        ("/dev/null", "is not a regular file"),
+        ("null", "is not a regular file"),
         ("loop", "can't be written"),
         ("a\0b", "can't be written"),
         ("a" * 300, "can't be written"),
