@@ -275,9 +275,9 @@ def test_more_adapters_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("path", [None, 3, ["DIR"], b"DIR"])
 def test_a_path_is_a_path(path: Any) -> None:
-    with pytest.raises(ConfigError, match="path is .*, expected a (checkpoint's folder|file name)"):
+    with pytest.raises(ConfigError, match="path is .*, expected a file name"):
         load_layer(path)
-    with pytest.raises(ConfigError, match="path is .*, expected a (checkpoint's folder|file name)"):
+    with pytest.raises(ConfigError, match="weights is .*, expected MoEWeights or Checkpoint or str"):
         make_layer().reload(path)
 
 
