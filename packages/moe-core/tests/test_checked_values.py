@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
 from moe_core import ConfigError, FusedMoELayer, TensorError
 from moe_core.environment import checks_values
-from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
 from moe_core_layers import some_kinds
 
 KIND = some_kinds()[0]

@@ -105,7 +105,7 @@ class UnquantizedLayout(ExpertLayout):
 
     def tensor(self, name: str, config: FusedMoEConfig) -> Tensor:
         """One canonical tensor ("w13", "w2_bias") of all experts, on the CPU."""
-        self._check(config)
+        self.check_fits(config, experts=range(self.layer.num_experts))
         stack, _, suffix = name.partition("_")
         projections = dict(ExpertMatrices.of(self.layer, config).stacks)[stack]
         asking = self._tensor(self.layer, projections, suffix or "weight")
