@@ -188,6 +188,18 @@ def test_a_state_dict_of_the_16_bit_model_replaces_experts(model_type: str) -> N
             model.load_state_dict(wrong, strict=False)
 
 
+@pytest.mark.parametrize("name", ["block_sparse_moe.experts.0.w1.weight", "moe.experts.gate_up_proj"])
+def test_a_state_dict_with_experts_under_other_names_is_refused(name: str) -> None:
+    """``strict=False`` would ignore them, and leave the old experts in place."""
+    model = qwen3()
+    quantize_experts(model, "int8_per_channel_w8a16")
+    before = model.lm_head.weight.clone()
+    given = {f"model.layers.0.{name}": torch.zeros(4, 4), "lm_head.weight": torch.zeros_like(before)}
+    with pytest.raises(mc.ConfigError, match=name):
+        model.load_state_dict(given, strict=False)
+    assert torch.equal(model.lm_head.weight, before)
+
+
 def test_top_k_may_be_given() -> None:
     model = qwen3()
     for _, module in experts_modules(model):

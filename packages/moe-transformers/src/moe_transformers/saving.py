@@ -1,12 +1,16 @@
-"""``save_pretrained`` of models with experts that moe-core runs: refused before anything is written."""
+"""``save_pretrained`` and ``load_state_dict`` of models with experts that moe-core runs.
+
+What would lose experts, or leave old ones in place, is refused before anything is written.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_core import ConfigError, FusedMoELayer
+from moe_core.model_api import parse_name
 from transformers import PreTrainedModel
 
 
@@ -28,7 +32,31 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     return save_pretrained
 
 
+def _placing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: PreTrainedModel, state_dict: Mapping[str, Any], *arguments: Any, **named: Any) -> Any:
+        layers = [name for name, module in self.named_modules() if isinstance(module, FusedMoELayer)]
+        if layers:
+            places = tuple(f"{name.removesuffix('.layer')}." for name in layers)
+            own = {name for name, _ in self.named_parameters()}
+            stray = [name for name in state_dict if parse_name(name) is not None and name not in own]
+            stray = [name for name in stray if not name.startswith(places)]
+            if stray:
+                raise ConfigError(
+                    f"load_state_dict() has {len(stray)} experts' tensors that no module of this model has, "
+                    f"the first {stray[0]}: expected names below {places[0]}"
+                )
+        return original(self, state_dict, *arguments, **named)
+
+    return load_state_dict
+
+
 @functools.cache
 def guard_saving() -> None:
-    """Have transformers refuse to save models whose experts moe-core runs; adapters of them are saved."""
+    """Replace two methods of transformers' models, which then look for experts that moe-core runs.
+
+    Whole models are not saved; adapters of them are. State dicts with experts under names that no module has are
+    refused: ``strict=False`` would leave the old experts in place.
+    """
     PreTrainedModel.save_pretrained = _refusing(PreTrainedModel.save_pretrained)
+    PreTrainedModel.load_state_dict = _placing(PreTrainedModel.load_state_dict)
