@@ -118,11 +118,13 @@ class SchemeFunctions:
         groups: ParallelGroups | None = None,
         placement: ExpertPlacement | None = None,
         workspace: Workspace | None = None,
+        layer: str = "",
     ) -> FusedMoEKernel:
         """prepare + the selected experts + finalize around converted weights.
 
         ``prepare_finalize``: what moves tokens, default within this rank, or what the config chooses for ``groups`` and
-        ``placement``; ``workspace``: may be shared with layers that run before.
+        ``placement``; ``workspace``: may be shared with layers that run before; ``layer``: its name, which all ranks of
+        ``groups`` must give alike.
         """
         return self.oracle.make_kernel(
             selection,
@@ -131,6 +133,7 @@ class SchemeFunctions:
             groups=groups,
             placement=placement,
             workspace=workspace,
+            layer=layer,
         )
 
     def backend_to_kernel_cls(self, backend: str) -> list[type[FusedMoEExperts]]:

@@ -16,6 +16,7 @@ from moe_core.errors import CommunicationError, FallbackWarning
 from moe_core.ops.exchange import ExchangeShape
 from moe_core.ops.token_layout import TokenCode
 from moe_core_exchange import buffers_of
+from moe_core_fake_streams import FakeGPU
 
 CPU = torch.device("cpu")
 
@@ -54,34 +55,22 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
         room.take(ranks, small, code)
 
 
-class Stream:
-    """What the calls of a buffer run on; streams that it waits for."""
-
-    def __init__(self):
-        self.waited = []
-
-    def wait_stream(self, other):
-        self.waited.append(other)
-
-
 def test_a_buffer_is_taken_behind_the_call_before_on_another_stream(monkeypatch):
-    gpu, first, second = torch.device("cuda", 1), Stream(), Stream()
-    current = {gpu: first}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
-    monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
-    buffers = ExchangeBuffers([SimpleNamespace(memory=SimpleNamespace(device=gpu))])
+    gpu = FakeGPU(monkeypatch)
+    buffers = ExchangeBuffers([SimpleNamespace(memory=SimpleNamespace(device=torch.device("cuda", 1)))])
     buffers.release(buffers.take())
     buffers.release(buffers.take())
-    assert first.waited == []
-    current[gpu] = second
-    number = buffers.take()
-    assert second.waited == [first]
-    # whoever captures and replays a graph orders it
-    monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
-    buffers.release(number)
-    current[gpu] = first
+    assert gpu.waits == []
+    gpu.now = gpu.stream(1)
     buffers.release(buffers.take())
-    assert (first.waited, second.waited) == ([], [first])
+    assert gpu.waits == [(1, 0)]
+    # a capture does not wait for work outside of it, nor is it waited for
+    gpu.now = gpu.stream(2)
+    gpu.now.capture = object()
+    buffers.release(buffers.take())
+    gpu.now = gpu.stream(1)
+    buffers.release(buffers.take())
+    assert gpu.waits == [(1, 0)]
 
 
 class Group:

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from moe_core import ConfigError
+from moe_core import ConfigError, FusedMoELayer
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -71,11 +71,9 @@ def refuse_adapter(model: nn.Module, config: Any) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[str]:
-    from moe_transformers.experts import MoeCoreExperts
-
     for name, module in model.named_modules():
-        if isinstance(module, MoeCoreExperts):
-            yield name.replace(".base_layer", "")
+        if isinstance(module, FusedMoELayer):
+            yield name.replace(".base_layer", "").removesuffix(".layer")
 
 
 def _as_here(model: nn.Module, config: Any) -> Any:

@@ -131,7 +131,8 @@ FACTS = (
             *("checkpoint_format", "format", "packing_format", "pack_dtype"),
         )
     ),
-    *(_fact(name) for name in ("desc_act", "is_marlin_format", "act_bits", "act_group_size", "act_dynamic", "act_sym")),
+    *(_fact(name) for name in ("desc_act", "is_marlin_format", "autoround_version")),
+    *(_fact(name) for name in ("act_bits", "act_group_size", "act_dynamic", "act_sym")),
     *(
         _fact(name, means=_stated)
         for name in (

@@ -22,7 +22,7 @@ from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.claims import Claims, KeyClaim, expand_key
 from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
+from moe_core.environment import TRITON, Environment
 from moe_core.errors import ConfigError
 from moe_core.experts import FusedMoEExperts
 from moe_core.numerics import NumberKind
@@ -433,8 +433,11 @@ def _range_cases(
     """Tokens of all magnitudes with every activation, whose keys and dtypes take turns.
 
     Keys are those that leave tokens apart, without static scales; float16 holds too few magnitudes.  Unless
-    ``everywhere``, parameters are the defaults, but for SITU's limit, which is another function.
+    ``everywhere``, parameters are the defaults, but for SITU's limit, which is another function.  Kernel libraries
+    choose by themselves what the smallest scale of a group is: nothing for them.
     """
+    if any(requirement != TRITON for requirement in claims.requires):
+        return []
     dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in claims.dtypes]
     plain: dict[KeyPair, Case] = {}
     for case in sorted(cases, key=lambda case: case.config.activation_format is FusedMoEActivationFormat.BATCHED):

@@ -466,7 +466,8 @@ def check_large(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
 def check_range(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     """The activation is right from 1e-12 to 1e4, among tokens of all magnitudes and for single ones.
 
-    A token's bounds follow its own magnitude, so that a small one shows a difference that cancels.
+    A token's bounds follow its own magnitude, so that a small one shows a difference that cancels.  Beyond a limit many
+    values of h are equal and share one rounding error: elements of such tokens are not bounded one by one.
     """
     problem = make_problem(case, place.device)
     inputs = problem.inputs
@@ -474,11 +475,17 @@ def check_range(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
     x = (inputs.x.double() * sizes[:, None]).to(inputs.x.dtype)
     problem = replace(problem, inputs=replace(inputs, x=x))
     kernel = make_kernel(experts, problem, place)
-    compare(experts, problem, call(kernel, problem), place)
+    result = call(kernel, problem)
     # one token may have kernels of its own
     some = list(range(0, case.tokens, 4))
     singles = torch.cat([call(kernel, problem.only([token])) for token in some])
-    compare(experts, problem.only(some), singles, place)
+    limit = case.config.params.limit
+    unlimited = [token for token, size in enumerate(sizes.tolist()) if limit is None or size < limit / 100]
+    for tokens, found in ((list(range(case.tokens)), result), (some, singles)):
+        compare(experts, problem.only(tokens), found, place, elements=limit is None)
+        small = [row for row, token in enumerate(tokens) if token in unlimited]
+        if limit is not None and small:
+            compare(experts, problem.only([tokens[row] for row in small]), found[small], place)
 
 
 def check_claims(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
