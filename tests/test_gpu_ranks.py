@@ -75,6 +75,6 @@ def test_a_rank_that_is_gone_is_named(ranks: int, all2all: str) -> None:
         if rank == moe_core_gpu_ranks.GONE:
             continue
         assert nan
-        assert f"ranks [{moe_core_gpu_ranks.GONE}] did not come within 2 s" in message
+        assert f"ranks [{moe_core_gpu_ranks.GONE}] " in message
         # two waits of one call: who has waited in vain for tokens waits for no results
         assert 1.5 < seconds < 4

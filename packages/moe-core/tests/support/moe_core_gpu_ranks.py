@@ -170,7 +170,10 @@ def invariant(rank: int, kind: Kind, backends: list[str]) -> list[str]:
 
 
 def silent(rank: int, all2all: str, kind: Kind) -> tuple[bool, str, float]:
-    """A rank leaves after two calls: whether the output is NaN, what the next call says, seconds of the wait."""
+    """A rank leaves after two calls: whether the output is NaN, what is raised, seconds of the wait.
+
+    Where the hosts compare calls the third one raises; elsewhere its output is NaN, and the next one raises.
+    """
     ranks = dist.get_world_size()
     groups = ParallelGroups.create(dp_size=ranks, all2all_backend=all2all, timeout=2)
     config = kind.config(**SIZES, dtype=torch.bfloat16, max_num_tokens=ROOM)
@@ -188,7 +191,10 @@ def silent(rank: int, all2all: str, kind: Kind) -> tuple[bool, str, float]:
         time.sleep(8)
         return False, "", 0.0
     started = time.monotonic()
-    output = call()
+    try:
+        output = call()
+    except CommunicationError as error:
+        return True, error.message, time.monotonic() - started
     torch.cuda.synchronize()
     waited = time.monotonic() - started
     try:
