@@ -54,12 +54,12 @@ from moe_core import (
     kMxfp4Static,
     registry,
 )
-from moe_core.distributed import ParallelGroups
-from moe_core.ops.token_layout import TokenCode, TokenLayout
-from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
+from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
+from moe_core.parallel.distributed import ParallelGroups
+from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.spec.weights import scale_shape
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.ranks import run_ranks
-from moe_core.weights import scale_shape
-from moe_core.workspace import Workspace
 from torch import Tensor
 
 
@@ -171,7 +171,7 @@ def bandwidth(rank: int, ranks: int) -> dict[str, float]:
     )
     try:
         import torch.distributed._symmetric_memory as symm_mem
-        from moe_core.distributed.symmetric import _without_multicast
+        from moe_core.parallel.distributed.symmetric import _without_multicast
 
         with _without_multicast():
             memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", rank))

@@ -4,10 +4,10 @@
                                            [--document docs/results/several-gpus.json --commit COMMIT --date DATE]
 
 Each point is the time of a layer: a rank's experts alone, as measured, and communication by the model
-(moe_core.distributed.cost), before and after its two numbers of each kind of step are fitted to all points of the files
-(2 and 4 ranks, say).  Deviations are of the layer, and in brackets of communication alone.  ``--machine`` writes the
-fitted figures, which ``moe explain --machine`` takes; ``--document`` the table of docs/performance.md, whose title and
-notes stay.  Ends with 1 where a fitted prediction is off by more than ``--within`` per cent of the layer.
+(moe_core.parallel.distributed.cost), before and after its two numbers of each kind of step are fitted to all points of
+the files (2 and 4 ranks, say).  Deviations are of the layer, and in brackets of communication alone.  ``--machine``
+writes the fitted figures, which ``moe explain --machine`` takes; ``--document`` the table of docs/performance.md, whose
+title and notes stay.  Ends with 1 where a fitted prediction is off by more than ``--within`` per cent of the layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from distributed import SCHEMES
 from moe_core import FusedMoEConfig, FusedMoEParallelConfig
-from moe_core.distributed.cost import LayerCost, layer_cost
-from moe_core.distributed.machine import Machine
+from moe_core.parallel.distributed.cost import LayerCost, layer_cost
+from moe_core.parallel.distributed.machine import Machine
 
 
 @dataclass(frozen=True)

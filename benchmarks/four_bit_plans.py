@@ -19,12 +19,12 @@ from typing import Any
 
 import moe_core as mc
 import torch
-from moe_core import replay
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.jit.compile_ahead import compile_ahead
-from moe_core.jit.launch import record
-from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.launch import replay
+from moe_core.kernels.launch.compile_ahead import compile_ahead
+from moe_core.kernels.launch.launch import record
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.testing.compile_cases import call_on_meta
 from moe_core.testing.planned import with_plan
 

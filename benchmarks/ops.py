@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 from graph_time import captured, heat_up, replay_times
-from moe_core.activation import MoEActivation
-from moe_core.ops.activation import fused_activation
-from moe_core.ops.permute import batch_tokens, gather_rows
-from moe_core.ops.quantize import activate_and_quantize, quantize_activation
-from moe_core.ops.routing import fused_route
-from moe_core.quant_key import (
+from moe_core.kernels.ops.activation import fused_activation
+from moe_core.kernels.ops.permute import batch_tokens, gather_rows
+from moe_core.kernels.ops.quantize import activate_and_quantize, quantize_activation
+from moe_core.kernels.ops.routing import fused_route
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.quant_key import (
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -33,7 +33,7 @@ from moe_core.quant_key import (
     kInt8DynamicTokenSym,
     kMxfp8Dynamic,
 )
-from moe_core.routing import RoutingConfig, RoutingMethodType
+from moe_core.spec.routing import RoutingConfig, RoutingMethodType
 from torch import Tensor
 
 TOKENS = (1, 16, 128, 1024, 8192)

@@ -31,7 +31,7 @@ from unittest import mock
 import moe_transformers
 import torch
 import transformers
-from moe_core.checkpoint.reading_threads import READERS_AHEAD
+from moe_core.checkpoint.files.reading_threads import READERS_AHEAD
 from moe_transformers.plan import Plan
 from safetensors.torch import save, save_file
 from torch import Tensor

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from moe_core import RoutingConfig, registry, route
-from moe_core.routing import RoutingMethodType
+from moe_core.spec.routing import RoutingMethodType
 from moe_core.testing.data import make_weights
 from moe_core.testing.harness import same_bits
 from moe_core_layers import Kind, all_kinds, some_kinds

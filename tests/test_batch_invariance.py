@@ -7,9 +7,9 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.call_launches import call_launches
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.jit.launch import Launch
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.launch.launch import Launch
+from moe_core.runtime.call_launches import call_launches
 from moe_core_layers import Kind, some_kinds
 from moe_core_meta_layers import experts_cases, keys_on_h200, layer_of, on_h200
 
@@ -18,7 +18,7 @@ TOKENS = (1, 2, 8, 40, 100, 300, 1000, 5000)
 
 
 def product(launch: Launch) -> tuple[Any, ...]:
-    """What a product's bits depend on, beside what is free: see `moe_core.gemm.heuristics.invariant`."""
+    """What a product's bits depend on, beside what is free: see `moe_core.kernels.gemm.heuristics.invariant`."""
     given = launch.arguments
     functions = [getattr(given["functions"], name) for name in ("open_b", "load_b", "multiply", "scale_acc")]
     names = tuple(None if function is None else function.fn.__qualname__ for function in functions)
@@ -41,7 +41,7 @@ def test_every_number_of_tokens_has_the_same_products(experts: type[GroupedExper
             assert launch.name != "hopper_kernel" or keys[0].group_size != -1 or keys[0].dtype.kind.name == "INT"
             if launch.name != "grouped_gemm_kernel":
                 continue
-            if launch.arguments["functions"].multiply.fn.__module__ == "moe_core.gemm.lora":
+            if launch.arguments["functions"].multiply.fn.__module__ == "moe_core.kernels.gemm.tiles.lora":
                 heights.add(launch.arguments["BLOCK_M"])
             else:
                 products.setdefault(launch.arguments["epilogue"].activation.value == "", set()).add(product(launch))

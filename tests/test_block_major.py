@@ -8,9 +8,9 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
-from moe_core.testing.compile import Target
+from moe_core.kernels.launch.compile_target import Target
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.testing.data import make_inputs, make_weights
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts

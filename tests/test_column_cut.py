@@ -34,9 +34,9 @@ from moe_core import (
     kMxfp8Static,
     registry,
 )
-from moe_core.column_choice import select_cut
-from moe_core.column_cut import ColumnCut, column_cuts, plain_cut, refine
-from moe_core.shard import shard_layer
+from moe_core.parallel.shard import shard_layer
+from moe_core.parallel.shard_plan import ColumnCut, column_cuts, plain_cut, refine
+from moe_core.selection.column_choice import select_cut
 from moe_core.testing.data import make_weights
 from torch import Tensor
 

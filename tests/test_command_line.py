@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from moe_core import registry
-from moe_core.claims import expand_key
 from moe_core.cli import _machine, _timing
-from moe_core.quant_key import key_by_name, key_name
-from moe_core_cli.main import main
+from moe_core.cli.main import main
+from moe_core.interface.claims import expand_key
+from moe_core.spec.quant_key import key_by_name, key_name
 from safetensors.torch import save_file
 
 SCHEMES = ("fp8", "int8", "mxfp4", "wna16")

@@ -8,8 +8,8 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.expert_parallel import ExpertPlacement
-from moe_core.memory import layer_memory
+from moe_core.parallel.placement.placement import ExpertPlacement
+from moe_core.selection.memory import layer_memory
 from moe_core.testing.data import make_weights
 
 CONFIG = mc.FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)

@@ -18,19 +18,19 @@ SOURCES = sorted(
     for path in ROOT.glob(pattern)
     if path.is_dir() and not path.name.startswith("moe_core")
 )
-CORE = ("moe_core", "moe_core_cli", "moe_core_pytest")
+CORE = ("moe_core",)
 #: what they may import of core
 DECLARED = (
     "moe_core",
-    "moe_core.command_api",
-    "moe_core.engine_api",
-    "moe_core.experts_api",
-    "moe_core.format_api",
-    "moe_core.hopper_api",
-    "moe_core.kernel_api",
-    "moe_core.libraries_api",
-    "moe_core.model_api",
-    "moe_core_cli.command_api",
+    "moe_core.api.commands",
+    "moe_core.api.engines",
+    "moe_core.api.experts",
+    "moe_core.api.formats",
+    "moe_core.api.sm90",
+    "moe_core.api.kernels",
+    "moe_core.api.libraries",
+    "moe_core.api.models",
+    "moe_core.api.command_line",
 )
 
 
@@ -82,14 +82,17 @@ def test_packages_use_declared_names_alone(source: Path) -> None:
     ("code", "what"),
     [
         ("from moe_core.checkpoint import Checkpoint", "moe_core.checkpoint.Checkpoint"),
-        ("from moe_core.checkpoint.format import CheckpointFormat", "moe_core.checkpoint.format.CheckpointFormat"),
-        ("from moe_core import ops", "moe_core.ops"),
-        ("from moe_core.format_api import INTERNAL", "moe_core.format_api.INTERNAL"),
-        ("import moe_core.ops.sort", "moe_core.ops.sort"),
-        ("import moe_core as mc\nmc.ops.sort", "moe_core.ops"),
-        ("def f():\n    from moe_core.plugins import guard", "moe_core.plugins.guard"),
-        ("import importlib\nimportlib.import_module('moe_core.gemm')", "moe_core.gemm"),
-        ("CLASSES = ('moe_core.torch_experts:TorchExperts',)", "moe_core.torch_experts"),
+        (
+            "from moe_core.interface.checkpoint_format import CheckpointFormat",
+            "moe_core.interface.checkpoint_format.CheckpointFormat",
+        ),
+        ("from moe_core import ops", "moe_core.kernels.ops"),
+        ("from moe_core.api.formats import INTERNAL", "moe_core.api.formats.INTERNAL"),
+        ("import moe_core.kernels.ops.sort", "moe_core.kernels.ops.sort"),
+        ("import moe_core as mc\nmc.ops.sort", "moe_core.kernels.ops"),
+        ("def f():\n    from moe_core.plugins.faults import guard", "moe_core.plugins.faults.guard"),
+        ("import importlib\nimportlib.import_module('moe_core.kernels.gemm')", "moe_core.kernels.gemm"),
+        ("CLASSES = ('moe_core.reference.torch_experts:TorchExperts',)", "moe_core.reference.torch_experts"),
     ],
 )
 def test_other_uses_are_found(code: str, what: str) -> None:
@@ -99,11 +102,11 @@ def test_other_uses_are_found(code: str, what: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from moe_core import QuantKey, format_api\nformat_api.LayerExperts",
+        "from moe_core import QuantKey\nfrom moe_core.api import formats\nformats.LayerExperts",
         "import moe_core as mc\nmc.QuantKey",
-        "import moe_core.format_api\nmoe_core.format_api.LayerExperts",
+        "import moe_core.api.formats\nmoe_core.format_api.LayerExperts",
         "import torch, moe_fp8\nfrom moe_fp8.formats import fp8_block",
-        "text = 'moe_core.format_api reads; moe_core. does not end so'",
+        "text = 'moe_core.api.formats reads; moe_core. does not end so'",
     ],
 )
 def test_declared_uses_are_none(code: str) -> None:
@@ -112,20 +115,20 @@ def test_declared_uses_are_none(code: str) -> None:
 
 #: names that packages of protocol 3 may count on, beside those of `moe_core`
 PROTOCOL_3 = {
-    "moe_core.command_api": (
+    "moe_core.api.commands": (
         "activation_key_of bytes_text check_seed device_of dtype_of duration emit progress seconds_since"
     ),
-    "moe_core_cli.command_api": (
+    "moe_core.api.command_line": (
         "Command RefusedError add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed "
         "check_file check_folder check_least whole"
     ),
-    "moe_core.engine_api": "Engine EngineChanged VersionRange log_once require select_kernel unpack_row_pairs",
-    "moe_core.experts_api": (
+    "moe_core.api.engines": "Engine EngineChanged VersionRange log_once require select_kernel unpack_row_pairs",
+    "moe_core.api.experts": (
         "Adapters GroupedExperts LayerProblem MarlinExperts MarlinIntegerExperts ScaledMMExperts "
         "TileConfig TilePlan as_words expert_slices integer_row_scales interleave of_expert order_words "
         "quantize_tensor relative_e8m0"
     ),
-    "moe_core.format_api": (
+    "moe_core.api.formats": (
         "AutoRoundSettings BadValuesError CheckpointFormat ExpertLayout ExpertMatrices ExpertStorage GptqSettings "
         "INPUT_SCALES LayerExperts QuantArgs QuantEntries QuantGroup QuantizedFormat QuantizedLayout QuarkArgs "
         "QuarkLayer Values ZERO_POINTS auto_round_settings check_expert_tensor check_stated_shape gate_rows_first "
@@ -133,8 +136,8 @@ PROTOCOL_3 = {
         "quant_algo quant_group quantizers quark_layer refuse_lost_weights refuse_mixed refuse_zero_points short "
         "stored_matrix unknown_algo"
     ),
-    "moe_core.hopper_api": "HALF LAYOUT TILE free_slot wait_for_slot",
-    "moe_core.kernel_api": (
+    "moe_core.api.sm90": "HALF LAYOUT TILE free_slot wait_for_slot",
+    "moe_core.api.kernels": (
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions GroupScheme INTERPRET LOAD_PARTS LOAD_WORDS "
         "MarlinMatrix SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
         "activation_functions as_stored_scheme asm_values divide factor_e4m3 in_columns in_order "
@@ -143,11 +146,11 @@ PROTOCOL_3 = {
         "scale_acc_channels scale_acc_rows scale_of shifted specialize step_bytes step_e8m0 swap_ab_dot tile_words "
         "wait_for_mma weight_rows weight_tile with_zero"
     ),
-    "moe_core.model_api": (
+    "moe_core.api.models": (
         "PER_CALL Given LayerSource QuantizedLinear find_layer names_experts quantized_linears read_layer "
         "unquantized_reason"
     ),
-    "moe_core.libraries_api": (
+    "moe_core.api.libraries": (
         "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmExperts TrtLlmRouted "
         "TrtLlmRouting activate_and_quantize align_pairs align_workspaces aligned_rows block_major by_experts "
         "cutlass_claims fused_activation gather_rows interleave_halves mxfp8_input mxfp8_workspaces pad_matrices "
@@ -178,7 +181,7 @@ def test_declared_names_have_one_home(module: str) -> None:
     assert not others & set(names)
 
 
-@pytest.mark.parametrize("module", ["experts_api", "hopper_api", "kernel_api", "libraries_api"])
+@pytest.mark.parametrize("module", ["api.experts", "api.kernels", "api.libraries", "api.sm90"])
 def test_declared_names_are_used(module: str) -> None:
     """What no package here uses need not be kept for others."""
     used = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core.distributed.machine import MACHINES, Kind, Machine
+from moe_core.parallel.distributed.machine import MACHINES, Kind, Machine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

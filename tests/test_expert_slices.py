@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import Environment, FusedMoEConfig, FusedMoEExperts, QuantKey, registry
-from moe_core.claims import expand_key
-from moe_core.distributed.expert_mover import per_expert
-from moe_core.oracle import as_device_info
+from moe_core.interface.claims import expand_key
+from moe_core.runtime.expert_mover import per_expert
+from moe_core.selection.oracle import as_device_info
 from moe_core.testing.data import make_weights
 
 ORDER = torch.tensor([2, 0, 1])

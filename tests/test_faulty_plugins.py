@@ -25,10 +25,10 @@ from moe_core import (
     RegistryError,
     Selection,
 )
-from moe_core.backend import reason_against_class
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.entry_points import installed
-from moe_core.registry import KNOWN_SCHEMES
+from moe_core.plugins.backend import reason_against_class
+from moe_core.plugins.entry_points import installed
+from moe_core.selection.registry import KNOWN_SCHEMES
 
 SCHEME_GROUP, BACKEND_GROUP, FORMAT_GROUP = "moe_core.schemes", "moe_core.backends", "moe_core.formats"
 
@@ -135,7 +135,7 @@ FAULTS = {
     "scheme methods as one text": scheme("SCHEME = changed(quant_methods='fp8')", "quant_methods that are a str"),
     "scheme online of no kind": scheme("SCHEME = changed(online=(7,))", "registers a int, expected"),
     "scheme online with a taken name": scheme(
-        "from moe_core.online import OnlineQuantization as O\n"
+        "from moe_core.kernels.ops.online import OnlineQuantization as O\n"
         "SCHEME = changed(online=(O('fp8_per_channel', 'faulty', mc.kFp8StaticChannelSym, None),))",
         "the name is taken by fp8 too",
     ),

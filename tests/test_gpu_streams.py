@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from moe_core import FusedMoEConfig, FusedMoEKernel
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
 from moe_core.testing.data import make_inputs
 from moe_core_replayed_layers import called, replayed
 

@@ -34,7 +34,7 @@ BUDGET = 0.06
 
 
 #: what packages may import that does not import Triton
-LIGHT = ("moe_core", "moe_core.experts_api", "moe_core.format_api", "moe_core.libraries_api", "moe_core.model_api")
+LIGHT = ("moe_core", "moe_core.api.experts", "moe_core.api.formats", "moe_core.api.libraries", "moe_core.api.models")
 
 
 def loaded_by(run_python: Callable[..., str], *modules: str) -> dict[str, set[str]]:
@@ -62,7 +62,7 @@ def test_scheme_loads_neither_triton_nor_another_scheme(package: str, run_python
 def test_commands_that_look_load_no_kernels(run_python: Callable[..., str]) -> None:
     code = """
 import sys
-from moe_core_cli.main import main
+from moe_core.cli.main import main
 for arguments in (["backends"], ["doctor"]):
     assert main(arguments) == 0
 print("triton" in sys.modules)
@@ -81,7 +81,7 @@ def test_core_adds_little_to_torch(run_python: Callable[..., str]) -> None:
 
 
 def test_every_public_name_is_shown_and_there(run_python: Callable[..., str]) -> None:
-    modules = (*LIGHT, "moe_core.hopper_api", "moe_core.kernel_api")
+    modules = (*LIGHT, "moe_core.api.sm90", "moe_core.api.kernels")
     code = f"""
 import importlib
 for name in {modules}:

@@ -11,13 +11,13 @@ from moe_core import (
     Environment,
     FusedMoEConfig,
     NoBackendError,
-    engine_api,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
     oracle,
 )
-from moe_core.engine_api import Engine, select_kernel
-from moe_core.environment import TRITON, Requirement
+from moe_core.api import engines as engine_api
+from moe_core.api.engines import Engine, select_kernel
+from moe_core.spec.environment import TRITON, Requirement
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
 KEYS = (kFp8Static128BlockSym, kFp8Dynamic128Sym)

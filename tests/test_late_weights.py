@@ -12,8 +12,8 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core_managed import managed_copy
 from moe_fp8.experts.marlin import MarlinFp8Experts

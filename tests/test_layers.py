@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import ConfigError, FusedMoELayer, KernelWeights, MoEWeights
-from moe_core.quant_key import key_name
+from moe_core.spec.quant_key import key_name
 from moe_core.testing.harness import same_bits
 from moe_core_layers import Kind, all_kinds
 

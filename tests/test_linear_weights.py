@@ -8,8 +8,8 @@ from pathlib import Path
 import moe_core as mc
 import pytest
 import torch
+from moe_core.api.models import quantized_linears
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.model_api import quantized_linears
 from moe_core.testing.checkpoints import raw_file
 from safetensors.torch import load_file, save_file
 from torch import Tensor

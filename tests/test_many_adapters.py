@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from moe_core import Environment
-from moe_core.gemm_experts.grouped import MOST_LORA_GROUPS, GroupedExperts
+from moe_core.kernels.experts.grouped import MOST_LORA_GROUPS, GroupedExperts
 from moe_core_meta_layers import H200, experts_cases, keys_on_h200, layer_of
 
 ADAPTED = [experts for experts, lora in experts_cases(max_loras=2) if experts.claims.lora and not lora]

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from moe_core import TRITON, Candidate, DeviceInfo, FusedMoEConfig, Selection, SelectionReport, registry
-from moe_core.claims import expand_key
-from moe_core.experts import FusedMoEExperts
-from moe_core.memory import _laid_out, layer_memory, specimen
-from moe_core.quant_key import QuantKey, key_name
+from moe_core.interface.claims import expand_key
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.selection.memory import _laid_out, layer_memory, specimen
+from moe_core.spec.quant_key import QuantKey, key_name
 
 EXPERTS = [
     (scheme, backend.name, experts)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from moe_core import FusedMoELayer, LoRA, MoEError, MoEWeights, kInt4Static32Asym, load_layer, registry, route
+from moe_core.reference.tolerance import Expected, expected_output
 from moe_core.testing.data import make_lora
 from moe_core.testing.harness import same_bits
-from moe_core.testing.tolerance import Expected, expected_output
 from moe_core_layers import Kind, some_kinds
 from moe_core_misuse import IDS, MISUSES
 from torch import Tensor

@@ -9,17 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from moe_core import (
-    ConfigError,
-    FusedMoEKernel,
-    FusedMoELayer,
-    LoRAWeights,
-    compile_calls,
-    shard_layer,
-    share_workspace,
-    warm_up,
-)
-from moe_core.config import FusedMoEParallelConfig
+from moe_core import ConfigError, FusedMoEKernel, FusedMoELayer, LoRAWeights, shard_layer, share_workspace, warm_up
+from moe_core.runtime import compile_calls
+from moe_core.spec.config import FusedMoEParallelConfig
 from moe_core_layers import Kind, some_kinds
 from torch import nn
 

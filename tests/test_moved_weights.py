@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
 from moe_core_replayed_layers import ACTIONS, MovingLayers, random_sequence, replayed
 from moe_core_replays import as_if_compiled
 
@@ -21,7 +21,7 @@ def layers_of(
     made = MovingLayers(device, experts, layers, (1, 3))
     if device.type == "cpu":
         as_if_compiled(monkeypatch, computes=True)
-    monkeypatch.setattr("moe_core.replay._SHARED", {})
+    monkeypatch.setattr("moe_core.kernels.launch.replay._SHARED", {})
     made.forget()
     return made
 

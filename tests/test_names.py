@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import ConfigError, FusedMoEConfig, MoEWeights, Selection, make_quant_config, oracle, registry
-from moe_core.quant_key import key_name
+from moe_core.spec.quant_key import key_name
 from moe_core_layers import Kind, all_kinds, some_kinds
 
 CONFIG = FusedMoEConfig(num_experts=6, top_k=2, hidden_size=256, intermediate_size=128)

@@ -12,7 +12,7 @@ import pytest
 from moe_core import ConfigError, load_layer, registry
 from moe_core.checkpoint import Checkpoint
 from moe_core.checkpoint.source import read_layer
-from moe_core.layer_loading import ChosenLayer, load_layers
+from moe_core.layer.loading import ChosenLayer, load_layers
 
 OPEN = Path("/proc/self/fd")
 pytestmark = pytest.mark.skipif(not OPEN.is_dir(), reason="needs /proc")

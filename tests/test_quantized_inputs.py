@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 from moe_core import DeviceInfo, FusedMoEConfig, kFp8Dynamic128Sym, registry
-from moe_core.claims import expand_key
-from moe_core.device import as_torch_device
-from moe_core.experts import FusedMoEExperts, FusedMoEExpertsModular
-from moe_core.gemm.launch import Routing
-from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.workspaces import order_workspaces
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.jit.launch import record
-from moe_core.ops.quantize import quantize_activation
-from moe_core.ops.sort import QuantizeRows, sort_pairs
-from moe_core.prepare_finalize.token_rows import Tokens
-from moe_core.quant_key import QuantKey
+from moe_core.interface.claims import expand_key
+from moe_core.interface.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.tiles.launch import Routing
+from moe_core.kernels.gemm.tiles.quantize_rows import quantize_rows
+from moe_core.kernels.gemm.workspaces import order_workspaces
+from moe_core.kernels.launch.launch import record
+from moe_core.kernels.ops.quantize import quantize_activation
+from moe_core.kernels.ops.sort import QuantizeRows, sort_pairs
+from moe_core.parallel.prepare_finalize.token_rows import Tokens
+from moe_core.spec.device import as_torch_device
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.compile_cases import meta_layer_weights
 from moe_core.testing.data import make_weights
-from moe_core.workspace import Workspace
 
 CONFIG = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
 H200 = DeviceInfo.parse("h200")

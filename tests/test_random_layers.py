@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, MoEWeights, QuantKey, registry
-from moe_core.activation import ActivationParams
-from moe_core.claims import expand_key
-from moe_core.environment import Environment
-from moe_core.experts import FusedMoEExperts
-from moe_core.numerics import NumberKind
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.interface.claims import expand_key
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.spec.activation import ActivationParams
+from moe_core.spec.environment import Environment
+from moe_core.spec.numerics import NumberKind
+from moe_core.spec.weights import scale_shape, storage_dtypes
 from moe_core.testing.conformance import place_for
 from moe_core.testing.harness import one_thread
-from moe_core.torch_experts import TorchExperts
-from moe_core.weights import scale_shape, storage_dtypes
 from torch import Tensor
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import moe_core_ranks_in_step as programs
 import pytest
 import torch
-from moe_core.distributed import same_call
+from moe_core.parallel.distributed import same_call
 from moe_core.testing.ranks import run_ranks
 
 

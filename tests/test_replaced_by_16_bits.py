@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import ConfigError, FusedMoELayer, MoEError, MoEWeights, quantize_weight, registry
-from moe_core.claims import expand_key
+from moe_core.interface.claims import expand_key
 from moe_core.testing.data import make_weights
 from moe_core.testing.harness import same_bits
 from moe_core_layers import Kind, all_kinds, some_kinds

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from moe_core import FusedMoEKernel, registry
-from moe_core.environment import Environment
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.spec.environment import Environment
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.conformance import cases_for, place_for
 from moe_core.testing.harness import Problem, call, make_kernel, make_problem
-from moe_core.workspace import Workspace
 from moe_core_replays import as_if_compiled
 
 

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 from moe_core import FusedMoEKernel
-from moe_core.experts import FusedMoEExperts
-from moe_core.jit.launch import Launch, observe
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.kernels.launch.launch import Launch, observe
 from moe_core_replayed_layers import called, replayed
 from moe_core_replays import as_if_compiled, python_calls
 
@@ -66,7 +66,7 @@ def test_layers_of_a_model_share_what_was_recorded(
     assert not torch.equal(expected[1], expected[2])
     if device.type == "cpu":
         as_if_compiled(monkeypatch, computes=True)
-    monkeypatch.setattr("moe_core.replay._SHARED", {})
+    monkeypatch.setattr("moe_core.kernels.launch.replay._SHARED", {})
     launched: list[Launch] = []
     for (kernel, _), result in zip(layers, expected, strict=True):
         kernel._register()  # without records

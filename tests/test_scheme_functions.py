@@ -14,8 +14,8 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.entry_points import installed
-from moe_core.registry import KNOWN_SCHEMES, registry
+from moe_core.plugins.entry_points import installed
+from moe_core.selection.registry import KNOWN_SCHEMES, registry
 from moe_core.testing.harness import same_bits
 
 #: the schemes of this project, by name

@@ -18,7 +18,7 @@ from moe_core import (
     registry,
     shard_layer,
 )
-from moe_core.column_cut import column_cuts
+from moe_core.parallel.shard_plan import column_cuts
 from moe_core.testing.data import make_weights
 from moe_core_layers import Kind, all_kinds
 from torch import Tensor

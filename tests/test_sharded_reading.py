@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from moe_core import FusedMoELayer, FusedMoEParallelConfig, kFp8Dynamic64Sym, load_layer
+from moe_core._support.open_file import OpenFile
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.checkpoint.open_file import OpenFile
 from moe_core.testing.checkpoints import CONFIG, PREFIX, Experts, write
 from moe_core.testing.fuzz.columns import check_columns
 from torch import Tensor
@@ -63,7 +63,7 @@ def test_16_bit_experts_quantised_at_load(
     form: str, online: str, gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks have the scales of the whole layer, whether the columns of a scale are on one rank or not."""
-    monkeypatch.setattr("moe_core.checkpoint.sliced_experts.GAP_BYTES", gap)
+    monkeypatch.setattr("moe_core.checkpoint.experts.sliced.GAP_BYTES", gap)
     changes: dict[str, Any] = {"model_type": "gpt_oss", "num_local_experts": 3} if form == "gpt_oss" else {}
     checkpoint = Checkpoint.open(folder(tmp_path, plain(form), PLAIN, **changes))
     whole = read_layer(checkpoint, quantize=online).weights()

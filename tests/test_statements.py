@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from moe_core import MoEError
 from moe_core.checkpoint import Checkpoint, find_layer
-from moe_core.checkpoint.statements import FACTS, tool
-from moe_core.registry import registry
+from moe_core.checkpoint.config.statements import FACTS, tool
+from moe_core.selection.registry import registry
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 FOLDERS = sorted(path.parent for path in PACKAGES.glob("moe-*/tests/data/*/config.json"))

@@ -9,14 +9,14 @@ from pathlib import Path
 import moe_core as mc
 import pytest
 from moe_core import ConfigError, DeviceInfo, FusedMoEConfig
-from moe_core.gemm.heuristics.gemv import GemvPlan
-from moe_core.gemm.heuristics.tuned import TunedRange
-from moe_core.gemm.plan import TilePlan
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.selection import Selection
-from moe_core.tuning import TunedLayer, TuningProfile
-from moe_core.tuning.choice import name_of
-from moe_core.tuning.places import user_path
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
+from moe_core.kernels.gemm.heuristics.tuned import TunedRange
+from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.tuning import TunedLayer, TuningProfile
+from moe_core.kernels.tuning.choice import name_of
+from moe_core.kernels.tuning.places import user_path
+from moe_core.selection.report import Selection
 
 GPU = DeviceInfo("cuda", "sm90", "NVIDIA H200", 132, 227 << 10, 50 << 20, 141 << 30)
 CONFIG = FusedMoEConfig(128, 8, 2048, 768)

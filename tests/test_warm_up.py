@@ -10,13 +10,14 @@ from unittest.mock import patch
 import moe_core as mc
 import pytest
 import torch
-from moe_core import FusedMoEKernel, FusedMoELayer, compile_calls
-from moe_core.call_launches import call_launches, launches_up_to, routing_launches
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.jit.compile_ahead import distinct
-from moe_core.jit.launch import Launch, record
-from moe_core.ops.routing import fused_route
-from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
+from moe_core import FusedMoEKernel, FusedMoELayer
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.launch.compile_ahead import distinct
+from moe_core.kernels.launch.launch import Launch, record
+from moe_core.kernels.ops.routing import fused_route
+from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.runtime import compile_calls
+from moe_core.runtime.call_launches import call_launches, launches_up_to, routing_launches
 from moe_core_layers import some_kinds
 from moe_core_meta_layers import SIZES, experts_cases, layer_of, on_h200
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from moe_core import ConfigError, registry
+from moe_core._support.atomic_write import write_whole
 from moe_core.cli._output import locked
 from moe_core.cli._tensors import write_output
-from moe_core.expert_parallel import ExpertPlacement, save_placements
-from moe_core.whole_file import write_whole
+from moe_core.parallel.placement.placement import ExpertPlacement, save_placements
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 #: methods and functions that write a file, by the last part of their names

@@ -14,17 +14,12 @@ import pytest
 import torch
 from moe_core.checkpoint import Checkpoint
 from moe_core.checkpoint.source import read_layer
-from moe_core.distributed.machine import Machine
-from moe_core.expert_parallel import (
-    ExpertLoadRecorder,
-    ExpertPlacement,
-    ReplicaTables,
-    load_placements,
-    placement_steps,
-    plan_placement,
-    rank_loads,
-    save_placements,
-)
+from moe_core.parallel.distributed.machine import Machine
+from moe_core.parallel.placement.load_recorder import ExpertLoadRecorder
+from moe_core.parallel.placement.moves import placement_steps
+from moe_core.parallel.placement.placement import ExpertPlacement, load_placements, save_placements
+from moe_core.parallel.placement.planner import plan_placement, rank_loads
+from moe_core.parallel.placement.tables import ReplicaTables
 
 WRONG: dict[str, Any] = {
     "5": 5,

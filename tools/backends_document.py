@@ -7,8 +7,8 @@ import textwrap
 from pathlib import Path
 
 from moe_core import Oracle, registry
-from moe_core.cli.backends import DEVICES, describe, details, orders, support
-from moe_core.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
+from moe_core.cli.commands.backends import DEVICES, describe, details, orders, support
+from moe_core.parallel.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
 
 NOXFILE = Path(__file__).parent.parent / "noxfile.py"
 WIDTH = 120

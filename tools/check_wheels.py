@@ -13,8 +13,6 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-#: core's pytest options and the grammar of commands stand apart, so that loading them does not import torch
-BESIDE = {"moe_core": ("moe_core_pytest", "moe_core_cli"), "moe_transformers": ("moe_transformers_cli",)}
 PACKAGES = Path(__file__).parent.parent / "packages"
 
 
@@ -37,7 +35,7 @@ def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
         for needed in (f"{distribution}/__init__.py", f"{distribution}/py.typed", f"{info}/licenses/LICENSE")
         if needed not in names
     ]
-    ours = {distribution, info, *BESIDE.get(distribution, ())}
+    ours = {distribution, info}
     problems += [f"carries {name}, outside {distribution}/" for name in names if name.partition("/")[0] not in ours]
     problems += [f"carries the test {name}" for name in names if {"tests", "test"} & set(Path(name).parts[:-1])]
     problems += [f"carries the test {name}" for name in names if Path(name).name.startswith(("test_", "conftest"))]

@@ -33,8 +33,8 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.jit.launch import observe, record
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.launch.launch import observe, record
 from moe_core.testing.loading import load_experts
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -171,14 +171,14 @@ def key_of(key):
     """W4A8's weight key stands in its claims alone."""
     if key != "w4a8":
         return key
-    from moe_core.claims import expand_key
+    from moe_core.interface.claims import expand_key
 
     return next(k for w, _ in load_experts(W4A8).claims.keys for k in expand_key(w))
 
 
 def run_layer(spec, plan, weight_key, activation_key, tokens, changes):
     """The output of one call; DRY: the names of its launches."""
-    from moe_core.prepare_finalize.by_name import default_prepare_finalize
+    from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
     from moe_core.testing.data import make_inputs, make_lora, make_weights
     from moe_core.testing.planned import with_plan
 
@@ -190,7 +190,7 @@ def run_layer(spec, plan, weight_key, activation_key, tokens, changes):
     if plan is not None:
         experts = with_plan(experts, plan)
     if DRY:
-        from moe_core.device import DeviceInfo
+        from moe_core.spec.device import DeviceInfo
         from moe_core.testing.compile_cases import call_on_meta
 
         sm90 = DeviceInfo.parse("sm90")
@@ -217,13 +217,13 @@ def ops():
     from functools import partial
 
     from moe_core import MoEActivation, RoutingConfig
-    from moe_core.ops.align import align_pairs, align_workspaces
-    from moe_core.ops.permute import batch_tokens, gather_rows, scatter_rows
-    from moe_core.ops.quantize import activate_and_quantize, quantize_activation
-    from moe_core.ops.quantize_weights import quantize_weights
-    from moe_core.ops.reduce import reduce_pairs
-    from moe_core.ops.routing import fused_route
-    from moe_core.ops.sort import sort_pairs, sort_workspaces
+    from moe_core.kernels.ops.align import align_pairs, align_workspaces
+    from moe_core.kernels.ops.permute import batch_tokens, gather_rows, scatter_rows
+    from moe_core.kernels.ops.quantize import activate_and_quantize, quantize_activation
+    from moe_core.kernels.ops.quantize_weights import quantize_weights
+    from moe_core.kernels.ops.reduce import reduce_pairs
+    from moe_core.kernels.ops.routing import fused_route
+    from moe_core.kernels.ops.sort import sort_pairs, sort_workspaces
     from moe_core.testing.interpreter import quicken
 
     device = DEVICE

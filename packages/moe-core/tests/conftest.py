@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _installed_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Advice names packages as an index does, wherever the tests run from."""
-    monkeypatch.setattr("moe_core.install._origin", dict)
+    monkeypatch.setattr("moe_core.plugins.install._origin", dict)

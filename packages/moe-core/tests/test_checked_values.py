@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core import ConfigError, FusedMoELayer, TensorError
-from moe_core.environment import checks_values
+from moe_core.spec.environment import checks_values
 from moe_core_layers import some_kinds
 
 KIND = some_kinds()[0]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.tolerance import expected_output
-from moe_core_cli.main import main
+from moe_core.cli.main import main
+from moe_core.reference.tolerance import expected_output
 from moe_fp8.quickstart import EXPERTS, HIDDEN, TOP_K, write_checkpoint
 from safetensors.torch import load_file, save_file
 

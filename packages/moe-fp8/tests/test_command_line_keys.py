@@ -6,7 +6,7 @@ import json
 
 import pytest
 from moe_core.cli import _machine
-from moe_core_cli.main import main
+from moe_core.cli.main import main
 
 LAYER = ("--scheme", "fp8", "--shape", "4,2,256,128", "--device", "cpu", "--backend", "torch")
 PAIRS = [

@@ -23,7 +23,7 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.quantization import quantize_moe_weights
+from moe_core.reference.quantization import quantize_moe_weights
 from moe_core_toys import MonolithicToyExperts
 from moe_fp8 import Fp8OnlineMoEMethod, ModelOptMxfp8MoEMethod, select_mxfp8_moe_backend
 from moe_fp8.online import ONLINE

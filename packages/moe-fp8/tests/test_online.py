@@ -12,8 +12,8 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, load_layer
 from moe_core.cli import _machine
+from moe_core.cli.main import main
 from moe_core.testing.scheme import OnlineTests
-from moe_core_cli.main import main
 from moe_fp8.online import ONLINE
 
 NAMES = [online.name for online in ONLINE]

@@ -30,8 +30,8 @@ from moe_core import (
     kMxfp8Static,
     oracle,
 )
-from moe_core.quantization import quantize_moe_weights
-from moe_core.reference import fused_moe_reference
+from moe_core.reference.fused_moe import fused_moe_reference
+from moe_core.reference.quantization import quantize_moe_weights
 from moe_fp8 import Fp8MoeBackend, select_fp8_moe_backend
 from moe_fp8.experts.marlin import BatchedMarlinFp8Experts, MarlinFp8Experts, MarlinFp8QdqExperts
 from moe_fp8.experts.torch import TorchFp8Experts

@@ -33,8 +33,8 @@ from moe_core import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.cli.backends import describe
-from moe_core.reference import fused_moe_reference
+from moe_core.cli.commands.backends import describe
+from moe_core.reference.fused_moe import fused_moe_reference
 from moe_core.testing.data import make_inputs, make_weights
 from moe_int8 import Int8MoeBackend, select_int8_moe_backend, select_w4a8_int8_moe_backend
 from moe_int8.experts.torch import TorchInt8Experts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from moe_core import FusedMoEConfig
-from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
-from moe_core.quant_key import (
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import Environment
+from moe_core.spec.quant_key import (
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenAsym,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
 from moe_core.testing.checkpoints import Cases, Tensors, relative, routed, run, run_refuses, with_tensor
 from moe_core.testing.commands import Moe
 from safetensors.torch import load_file

@@ -11,8 +11,8 @@ import pytest
 import torch
 from moe_core import ConfigError, QuantKey, SelectionError, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp8Dynamic
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.tolerance import expected_output
-from moe_core_cli.main import main
+from moe_core.cli.main import main
+from moe_core.reference.tolerance import expected_output
 from moe_mxfp4.quickstart import write_checkpoint
 
 

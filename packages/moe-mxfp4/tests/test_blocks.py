@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core import kMxfp4Static
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
 from moe_mxfp4.blocks import eighths, product
 from torch import Tensor
 

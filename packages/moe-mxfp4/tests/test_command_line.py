@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from moe_core.cli.main import main
 from moe_core.testing.scheme import CommandLineTests
 from moe_core.testing.scheme.command_line import Original
-from moe_core_cli.main import main
 
 
 class TestCommandLine(CommandLineTests):

@@ -1,6 +1,6 @@
 """Numbers at the edges, with every backend that a CPU or Triton's interpreter runs: equal to the reference.
 
-How far a result may be off is what the conformance kit allows: see `moe_core.testing.tolerance`.
+How far a result may be off is what the conformance kit allows: see `moe_core.reference.tolerance`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.prepare_finalize import PrepareAndFinalizeNoParallel
-from moe_core.quant_key import key_name
-from moe_core.reference import fused_moe_reference
+from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.reference.fused_moe import fused_moe_reference
+from moe_core.spec.quant_key import key_name
 from moe_core.testing import expected_output, make_inputs, make_weights
 from moe_core.testing.data import Inputs
 from moe_mxfp4.experts.marlin import MarlinMxfp4Experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import moe_mxfp4
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, kMxfp4Static
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
 from moe_core.testing.scheme import OnlineTests
 from torch import Tensor
 

@@ -27,8 +27,8 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
+from moe_core.reference.tolerance import expected_output
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.tolerance import expected_output
 from moe_mxfp4 import (
     Mxfp4MoeBackend,
     convert_to_mxfp4_moe_kernel_format,

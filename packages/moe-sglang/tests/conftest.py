@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import moe_sglang_engine
 import pytest
-from moe_core.engine_api import Engine, log_once
+from moe_core.api.engines import Engine, log_once
 from moe_sglang import plugin
 
 collect_ignore_glob = [] if moe_sglang_engine.INSTALLED else ["in_sglang"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from moe_core import as_quant_key
-from moe_core.device import DeviceInfo
 from moe_core.errors import MoEError
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing.data import make_weights
 from moe_sglang import fused
 from moe_sglang.fused import FusedFunction

@@ -11,8 +11,9 @@ from typing import Any
 
 import moe_sglang
 import pytest
-from moe_core import ConfigError, engine_api
-from moe_core.engine_api import Engine
+from moe_core import ConfigError
+from moe_core.api import engines as engine_api
+from moe_core.api.engines import Engine
 from moe_sglang import plugin
 from moe_sglang.doctor import lines
 from moe_sglang.engine import ENGINE

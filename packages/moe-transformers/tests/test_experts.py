@@ -7,8 +7,8 @@ from typing import Any
 import moe_core as mc
 import pytest
 import torch
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.conformance import place_for
 from moe_core_replays import as_if_compiled, python_calls
 from moe_transformers import MoeCoreExperts

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from moe_core import ConfigError, MoEActivation, dequantize_weight, fused_moe_reference
-from moe_core.checkpoint.config_keys import TOP_K
-from moe_core.checkpoint.families import family_of
+from moe_core.checkpoint.config.families import family_of
+from moe_core.checkpoint.config.keys import TOP_K
 from moe_core_transformers import E, families, tiny_model
 from moe_transformers.blocks import experts_modules
 from moe_transformers.filled import Filled, top_k_of

@@ -14,8 +14,8 @@ import moe_core as mc
 import moe_transformers
 import pytest
 import torch
-from moe_core.checkpoint import reading_threads
-from moe_core.model_api import ChosenLayer
+from moe_core.api.models import ChosenLayer
+from moe_core.checkpoint.files import reading_threads
 from moe_core_checkpoints import count_reads
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers.dense import dense_tensors

@@ -10,8 +10,8 @@ from typing import Any
 import moe_transformers
 import pytest
 import torch
-from moe_core.checkpoint.families import family_of
-from moe_core.model_api import parse_name
+from moe_core.api.models import parse_name
+from moe_core.checkpoint.config.families import family_of
 from moe_core_transformers import families, omni_model, tiny_model
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers.blocks import blocks

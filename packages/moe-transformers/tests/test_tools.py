@@ -11,7 +11,7 @@ import moe_core as mc
 import moe_transformers
 import pytest
 import torch
-from moe_core.model_api import PER_CALL, Given, read_layer
+from moe_core.api.models import PER_CALL, Given, read_layer
 from moe_transformers import MoeCoreExperts
 from moe_transformers.blocks import blocks
 from moe_transformers_checkpoints import completed, logits, tokens

@@ -26,12 +26,15 @@ def test_others_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_import_says_so_before_it_needs_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    refused = moe_transformers.TransformersVersionError
     monkeypatch.delitem(sys.modules, "moe_transformers")
     # a module that cannot be imported
-    for name in ("experts", "interface", "loading", "quantize"):
+    for name in ("experts", "interface", "model_loading", "quantize"):
         monkeypatch.setitem(sys.modules, f"moe_transformers.{name}", None)  # type: ignore[arg-type]
-    with pytest.raises(moe_transformers.TransformersVersionError, match=r"transformers is 4\.57\.1"):
-        importlib.import_module("moe_transformers")
+    module = importlib.import_module("moe_transformers")
+    for name in ("loading", "quantize_experts", "prepare_experts"):
+        with pytest.raises(refused, match=r"transformers is 4\.57\.1"):
+            getattr(module, name)
 
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.24.1"])

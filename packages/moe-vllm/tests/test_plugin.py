@@ -10,7 +10,8 @@ import sys
 
 import moe_vllm
 import pytest
-from moe_core import ConfigError, engine_api
+from moe_core import ConfigError
+from moe_core.api import engines as engine_api
 from moe_vllm import plugin
 from moe_vllm.doctor import lines
 from moe_vllm.engine import ENGINE, LOGGER

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import QuantKey
-from moe_core.quant_key import GroupShape
-from moe_core.quantization import dequantize_weight, quantize_weight
+from moe_core.reference.quantization import dequantize_weight, quantize_weight
+from moe_core.spec.quant_key import GroupShape
 from moe_wna16 import blocks
 from moe_wna16.blocks import GroupedCodes
 from moe_wna16.keys import BASES, GROUPS, SCALE_DTYPES

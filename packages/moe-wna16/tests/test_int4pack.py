@@ -15,9 +15,9 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kInt4Static,
 )
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
+from moe_core.reference.tolerance import expected_output
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.tolerance import expected_output
 from moe_wna16 import int4pack
 from moe_wna16.experts.torch import TorchWNA16Experts
 from moe_wna16.keys import BASES, SCALE_DTYPES

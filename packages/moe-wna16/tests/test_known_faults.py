@@ -28,8 +28,8 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.quant_key import key_name
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
+from moe_core.spec.quant_key import key_name
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
 from moe_core.testing.data import make_weights

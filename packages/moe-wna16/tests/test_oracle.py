@@ -30,8 +30,8 @@ from moe_core import (
     kInt8StaticAsym,
     kInt8StaticChannelSym,
 )
+from moe_core.reference.tolerance import expected_output
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.tolerance import expected_output
 from moe_wna16 import WNA16MoEBackend, select_wna16_moe_backend
 from moe_wna16.experts.torch import TorchWNA16Experts
 from moe_wna16.keys import BASES, every_key, in_order

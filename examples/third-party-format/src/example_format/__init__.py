@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from moe_core import CheckpointError, QuantKey, kInt8DynamicTokenSym, kInt8StaticChannelSym
-from moe_core.format_api import (
+from moe_core.api.formats import (
     Asking,
     Axes,
     ExpertMatrices,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from moe_core_cli.main import main
+from moe_core.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_core import CheckpointError, MoEError
 from moe_core.checkpoint import Checkpoint, find_layer, read_model
-from moe_core.registry import Registry
+from moe_core.selection.registry import Registry
 from moe_core.testing.fuzz import Folder, fuzz
 from moe_core.testing.fuzz.mutations import mutated_header, mutated_json
 from moe_core.testing.fuzz.reading import read_folder

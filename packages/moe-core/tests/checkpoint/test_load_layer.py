@@ -22,7 +22,7 @@ from moe_core import (
 )
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.errors import CheckpointWarning
-from moe_core.registry import registry
+from moe_core.selection.registry import registry
 from moe_core_checkpoints import E, K, N, PlainLayout, entry_points, expert_tensors, layer_tensors, write
 from torch import Tensor
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import ActivationParams, CheckpointError, ConfigError, MoEActivation, RoutingConfig, RoutingMethodType
 from moe_core.checkpoint import PER_CALL, Checkpoint, Given, LayerModel, find_layer, read_model
-from moe_core.checkpoint.families import FAMILIES, REFUSED
+from moe_core.checkpoint.config.families import FAMILIES, REFUSED
 from moe_core_checkpoints import CONFIG, TOP_K, E, K, N, expert_tensors, write
 from torch import Tensor
 

@@ -29,13 +29,13 @@ from moe_core import (
 )
 from moe_core.checkpoint import Checkpoint, find_layer, read_layer
 from moe_core.checkpoint import online as module
-from moe_core.checkpoint.unquantized import UnquantizedLayout, unquantized_tensor
-from moe_core.layer import FusedMoELayer
-from moe_core.online import OnlineQuantization
-from moe_core.quant_key import kFp8StaticTensorSym, kInt4Static32Asym, kInt8DynamicTokenSym, kInt8StaticChannelSym
-from moe_core.quantization import Quantized, quantize_weight
-from moe_core.registry import registry
-from moe_core.torch_experts import TorchExperts
+from moe_core.checkpoint.experts.unquantized import UnquantizedLayout, unquantized_tensor
+from moe_core.kernels.ops.online import OnlineQuantization
+from moe_core.layer.layer import FusedMoELayer
+from moe_core.reference.quantization import Quantized, quantize_weight
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.selection.registry import registry
+from moe_core.spec.quant_key import kFp8StaticTensorSym, kInt4Static32Asym, kInt8DynamicTokenSym, kInt8StaticChannelSym
 from moe_core_checkpoints import E, K, N, expert_tensors, layer_tensors, write
 from moe_core_toys import PLAIN
 from torch import Tensor

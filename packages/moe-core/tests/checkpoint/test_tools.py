@@ -10,11 +10,11 @@ import pytest
 import torch
 from moe_core import CheckpointError
 from moe_core.checkpoint import Checkpoint, LayerExperts, find_layer
-from moe_core.checkpoint.auto_round import auto_round_settings
-from moe_core.checkpoint.compressed_tensors import quant_group
-from moe_core.checkpoint.gptq import gptq_settings
-from moe_core.checkpoint.modelopt import is_modelopt, quant_algo
-from moe_core.checkpoint.quark import quark_layer
+from moe_core.checkpoint.tools.auto_round import auto_round_settings
+from moe_core.checkpoint.tools.compressed_tensors import quant_group
+from moe_core.checkpoint.tools.gptq import gptq_settings
+from moe_core.checkpoint.tools.modelopt import is_modelopt, quant_algo
+from moe_core.checkpoint.tools.quark import quark_layer
 from moe_core_checkpoints import expert_tensors, write
 
 PREFIX = "model.layers.0.mlp.experts"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.cli import run as command
-from moe_core.experts import FusedMoEExperts
+from moe_core.cli.commands import run as command
+from moe_core.interface.experts import FusedMoEExperts
 from moe_core_checkpoints import TOP_K, E, K
 from moe_core_toys import ToyExperts
 from safetensors.torch import save_file

@@ -22,19 +22,21 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from moe_core import CheckpointError, ConfigError, FusedMoEConfig, Requirement, Verified, __version__, entry_points
+from moe_core import CheckpointError, ConfigError, FusedMoEConfig, Requirement, Verified, __version__
+from moe_core._support.atomic_write import write_whole
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.cli import _machine, _output, _picture, doctor
-from moe_core.cli import quickstart as quickstart_command
+from moe_core.cli import _machine, _output, _picture
 from moe_core.cli._layers import random_call
 from moe_core.cli._output import locked, written_folder
-from moe_core.cli.backends import describe, details, orders
-from moe_core.cli.doctor import INTEGRATION_GROUP
-from moe_core.device import DeviceInfo
-from moe_core.registry import registry
-from moe_core.whole_file import write_whole
+from moe_core.cli.commands import doctor
+from moe_core.cli.commands import quickstart as quickstart_command
+from moe_core.cli.commands.backends import describe, details, orders
+from moe_core.cli.commands.doctor import INTEGRATION_GROUP
+from moe_core.cli.grammar import COMMANDS
+from moe_core.plugins import entry_points
+from moe_core.selection.registry import registry
+from moe_core.spec.device import DeviceInfo
 from moe_core_checkpoints import write_quickstart
-from moe_core_cli.grammar import COMMANDS
 from moe_core_toys import GpuToyExperts, toy_oracle
 
 SHAPE = ("--scheme", "plain", "--shape", "8,2,64,32")
@@ -469,7 +471,7 @@ def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return getattr(self.layer, name)
 
-    import moe_core.layer_loading as module
+    import moe_core.layer.loading as module
 
     original = module.load_layer
     monkeypatch.setattr(module, "load_layer", lambda *args, **kwargs: Off(original(*args, **kwargs)))

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from moe_core import DeviceInfo
 from moe_core.cli._compile_pool import CompilePool
-from moe_core.jit.compile_ahead import compile_in_threads, distinct
-from moe_core.jit.launch import launch, record
-from moe_core.testing.compile import Target, compiling_for
-from moe_core_cli.terminal.signals import ending_quietly
+from moe_core.kernels.launch.compile_ahead import compile_in_threads, distinct
+from moe_core.kernels.launch.launch import launch, record
+from moe_core.kernels.launch.compile_target import Target, compiling_for
+from moe_core.cli.terminal.signals import ending_quietly
 from triton import knobs
 
 

@@ -22,7 +22,7 @@ def completed(line: str, tmp_path: Path) -> set[str]:
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
     }
-    code = "import sys\nsys.modules['torch'] = None\nfrom moe_core_cli.main import main\nmain(['doctor'])"
+    code = "import sys\nsys.modules['torch'] = None\nfrom moe_core.cli.main import main\nmain(['doctor'])"
     subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
     return {word.strip() for word in (tmp_path / "answer").read_text().split("\n") if word.strip()}
 

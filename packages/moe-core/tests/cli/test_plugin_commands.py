@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core_cli.commands import installed
-from moe_core_cli.grammar import _COMMANDS
+from moe_core.cli import installed
+from moe_core.cli.grammar import _COMMANDS
 
 GREET = """
-from moe_core_cli.command_api import Command, whole
+from moe_core.api.command_line import Command, whole
 
 def arguments(parser):
     parser.add_argument("--times", type=whole, default=1, help="how often")
@@ -23,7 +23,7 @@ COMMAND = Command("says who it is", arguments, "greet_work:run", "It says no mor
 """
 GREET_WORK = """
 from moe_core import ConfigError
-from moe_core.command_api import emit
+from moe_core.api.commands import emit
 
 def run(arguments):
     if arguments.times < 1:

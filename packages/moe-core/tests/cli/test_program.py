@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core_cli.grammar import COMMANDS
-from moe_core_cli.main import main
-from moe_core_cli.terminal import console, signals
+from moe_core.cli.grammar import COMMANDS
+from moe_core.cli.main import main
+from moe_core.cli.terminal import console, signals
 
 # a signal comes when `module` is imported
 SIGNAL_AT_IMPORT = """
 import os, sys
-from moe_core_cli.main import main
+from moe_core.cli.main import main
 
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
@@ -59,7 +59,7 @@ def test_a_signal_while_a_file_is_written(
 
 def test_a_signal_that_some_code_swallows(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plug-in's import may take Ctrl-C for a fault of the plug-in."""
-    from moe_core.cli import doctor
+    from moe_core.cli.commands import doctor
 
     def swallow(_: object) -> int:
         try:
@@ -111,16 +111,16 @@ def test_ignored_signals_stay_ignored() -> None:
     ],
 )
 def test_arguments_import_nothing_heavy(arguments: list[str]) -> None:
-    code = "import sys\nfrom moe_core_cli.main import main\n"
+    code = "import sys\nfrom moe_core.cli.main import main\n"
     code += f"try:\n    main({arguments})\nfinally:\n    print(*sys.modules)"
     loaded = python(code).stdout.splitlines()[-1].split()
-    assert not {"torch", "numpy", "moe_core"} & set(loaded)
+    assert not {"torch", "numpy", "moe_core.errors"} & set(loaded)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_line_while_torch_loads(terminal: bool) -> None:
     """On a terminal, and gone when torch is there."""
-    code = "import sys\nfrom moe_core_cli.main import main\n"
+    code = "import sys\nfrom moe_core.cli.main import main\n"
     code += f"sys.stderr.isatty = lambda: {terminal}\nmain(['backends', '--json'])"
     done = python(code, PYTHONIOENCODING="utf-8", RANK="0")
     assert done.returncode == 0

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.checkpoint import Checkpoint, LayerModel, config_keys, find_layer, read_model
-from moe_core.checkpoint.families import family_of, refusal_of
-from moe_core.checkpoint.unquantized import UnquantizedLayout
-from moe_core.reference import fused_moe_reference
-from moe_core.routing import route
-from moe_core.weights import MoEWeights
+from moe_core.checkpoint import Checkpoint, LayerModel, find_layer, read_model
+from moe_core.checkpoint.config import keys as config_keys
+from moe_core.checkpoint.config.families import family_of, refusal_of
+from moe_core.checkpoint.experts.unquantized import UnquantizedLayout
+from moe_core.reference.fused_moe import fused_moe_reference
+from moe_core.spec.routing import route
+from moe_core.spec.weights import MoEWeights
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="the nox session `families` installs it")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights
 from moe_core.checkpoint import CheckpointFormat, ExpertLayout, LayerExperts, check_expert_tensor, load_stacked
-from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile
+from moe_core.checkpoint.files.safetensors_file import Part, SafetensorsFile
 from moe_core.testing import checkpoints
 from moe_core_toys import TOY
 from torch import Tensor

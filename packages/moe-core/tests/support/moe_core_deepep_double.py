@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_core import any_device
-from moe_core.prepare_finalize.deepep import DeepEPPrepareAndFinalize
+from moe_core.parallel.prepare_finalize.deepep import DeepEPPrepareAndFinalize
 from moe_core_rank_layers import Case, run_cases
 from torch import Tensor
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from moe_core.expert_parallel import ExpertPlacement
-from moe_core.ops.exchange import ExchangeBuffer, ExchangeShape
+from moe_core.kernels.ops.exchange import ExchangeBuffer, ExchangeShape
+from moe_core.parallel.placement.placement import ExpertPlacement
 from torch import Tensor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
 from moe_core.testing import Case, cases_for, run_case
 
 #: what stands before the mistake that explains an output

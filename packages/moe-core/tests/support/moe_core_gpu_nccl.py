@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from moe_core import FusedMoEKernel, MoEError, registry, shard_layer
-from moe_core.distributed import ParallelGroups
-from moe_core.kernel_call import overlapped
-from moe_core.prepare_finalize.by_name import REDUCTIONS, load_prepare_finalize
+from moe_core.parallel.distributed import ParallelGroups
+from moe_core.parallel.prepare_finalize.by_name import REDUCTIONS, load_prepare_finalize
+from moe_core.runtime.kernel_call import overlapped
 from moe_core_gpu_ranks import differs, exact_output
 from moe_core_rank_layers import Case, inputs, placement_of
 

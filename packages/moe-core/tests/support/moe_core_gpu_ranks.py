@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_core import FusedMoEConfig, FusedMoEKernel, FusedMoELayer, registry, shard_layer
-from moe_core.distributed import ParallelGroups
 from moe_core.errors import CommunicationError, FallbackWarning
-from moe_core.testing.tolerance import Expected, expected_output
-from moe_core.workspace import Workspace
+from moe_core.parallel.distributed import ParallelGroups
+from moe_core.reference.tolerance import Expected, expected_output
+from moe_core.spec.workspace import Workspace
 from moe_core_layers import Kind
 from moe_core_rank_layers import placement_of
 from torch import Tensor

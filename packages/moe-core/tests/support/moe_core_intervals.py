@@ -1,8 +1,8 @@
 """A fused MoE layer with a worst-case bound for each output, apart from everything that the packages compute with.
 
-It shares no code with :mod:`moe_core.reference`, :mod:`moe_core.quantization` or :mod:`moe_core.testing.tolerance`:
-codes are decoded bit by bit, pair by pair, in NumPy's float64.  A value is a centre and a radius, and each step adds to
-the radius the most that a sound implementation may be off:
+It shares no code with :mod:`moe_core.reference.fused_moe`, :mod:`moe_core.reference.quantization` or
+:mod:`moe_core.reference.tolerance`: codes are decoded bit by bit, pair by pair, in NumPy's float64.  A value is a
+centre and a radius, and each step adds to the radius the most that a sound implementation may be off:
 
 - a conversion to the layer's dtype: half a unit in the last place, of weights and of
   activations where they enter a product, of the product, the activated value, each expert's result and the output
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from moe_core import FusedMoEConfig, MoEActivation, MoEWeights, QuantKey
-from moe_core.numerics import AMAX_FLOOR, NumberKind
+from moe_core.spec.numerics import AMAX_FLOOR, NumberKind
 from torch import Tensor
 
 Array = np.ndarray

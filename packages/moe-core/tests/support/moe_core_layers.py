@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from moe_core import FusedMoEConfig, FusedMoELayer, MoEWeights, QuantKey, RoutingConfig, registry
-from moe_core.claims import expand_key
-from moe_core.quant_key import key_name
+from moe_core.interface.claims import expand_key
+from moe_core.spec.quant_key import key_name
 from moe_core.testing.data import make_weights
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import moe_core as mc
 from moe_core import FusedMoEKernel, LoRAWeights
-from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import Environment
 from moe_core.testing.compile_cases import key_pairs, meta_layer_weights
 
 H200 = DeviceInfo.parse("h200")

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 from moe_core import FusedMoEKernel, FusedMoELayer, MoEError, MoEWeights, load_layer, shard_layer
-from moe_core.distributed import ParallelGroups
-from moe_core.distributed.expert_mover import ExpertMover
-from moe_core.expert_parallel import ExpertPlacement
+from moe_core.parallel.distributed import ParallelGroups
+from moe_core.parallel.placement.placement import ExpertPlacement
+from moe_core.runtime.expert_mover import ExpertMover
 from moe_core_layers import Kind, some_kinds
 from moe_core_rank_layers import Case, difference, inputs, rank_kernel, whole_output
 
@@ -147,7 +147,7 @@ def run_failures(rank: int, kind: Kind, folder: str) -> dict[str, Any]:
         return empty(*arguments, **options)
 
     mover.stage(new)  # what was staged before a stage that fails is gone, too
-    with mock.patch("moe_core.distributed.expert_mover.torch.empty", full):
+    with mock.patch("moe_core.runtime.expert_mover.torch.empty", full):
         found["no memory"] = refusal(lambda: mover.stage(new))
     found["nothing staged"] = refusal(mover.commit)
     found["still"] = moving.wrong() or unlike(moving.kernel, moving.fresh(old))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import torch
 from moe_core import FusedMoEKernel, FusedMoEParallelConfig
-from moe_core.distributed.symmetric import ExchangeBuffers, ExchangeRoom
-from moe_core.ops.exchange import ExchangeShape
-from moe_core.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
-from moe_core.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
+from moe_core.kernels.ops.exchange import ExchangeShape
+from moe_core.parallel.distributed.symmetric import ExchangeBuffers, ExchangeRoom
+from moe_core.parallel.prepare_finalize.all_to_all import AllToAllPrepareAndFinalize
+from moe_core.parallel.prepare_finalize.low_latency import LowLatencyPrepareAndFinalize
 from moe_core_exchange import buffers_of
 from moe_core_rank_layers import Case, rank_parts
 

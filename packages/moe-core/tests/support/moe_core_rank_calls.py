@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import torch
 from moe_core import FusedMoEConfig, FusedMoEExperts, FusedMoEKernel, FusedMoELayer, MoEError, MoEWeights, route
-from moe_core.distributed import ParallelGroups
-from moe_core.distributed.agreement import check_layers
-from moe_core.expert_parallel import ExpertPlacement
-from moe_core.kernel_call import overlapped
-from moe_core.lora import LoRA, LoRAWeights
-from moe_core.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
-from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduceNoOP
-from moe_core.prepare_finalize.by_name import default_prepare_finalize, load_prepare_finalize
+from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular, TokenRouting
+from moe_core.parallel.distributed import ParallelGroups
+from moe_core.parallel.distributed.agreement import check_layers
+from moe_core.parallel.placement.placement import ExpertPlacement
+from moe_core.parallel.prepare_finalize.all_gather import AllGatherPrepareAndFinalize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize, load_prepare_finalize
+from moe_core.parallel.prepare_finalize.reductions import TopKWeightAndReduceNoOP
+from moe_core.runtime.kernel_call import overlapped
+from moe_core.spec.lora import LoRA, LoRAWeights
 from moe_core.testing.data import make_weights
 from moe_core_toys import MonolithicToyExperts, ToyExperts, UnreducedToyExperts
 from torch import Tensor

@@ -15,7 +15,7 @@ from moe_core_checkpoints import entry_points
 def run_commands(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
     """As :func:`run_installed`, in an installation that has the scheme ``plain`` alone."""
     importlib.metadata.entry_points = entry_points  # type: ignore[assignment]
-    from moe_core.registry import registry
+    from moe_core.selection.registry import registry
 
     registry.cache_clear()
     return run_installed(rank, ranks, commands)
@@ -23,7 +23,7 @@ def run_commands(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> li
 
 def run_installed(rank: int, ranks: int, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each command."""
-    from moe_core_cli.main import main
+    from moe_core.cli.main import main
 
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     found = []

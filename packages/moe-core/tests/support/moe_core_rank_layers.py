@@ -19,10 +19,10 @@ from moe_core import (
     registry,
     shard_layer,
 )
-from moe_core.distributed import ParallelGroups
-from moe_core.expert_parallel import ExpertPlacement
-from moe_core.prepare_finalize.base import FusedMoEPrepareAndFinalizeModular
-from moe_core.prepare_finalize.by_name import REDUCTIONS, load_prepare_finalize
+from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular
+from moe_core.parallel.distributed import ParallelGroups
+from moe_core.parallel.placement.placement import ExpertPlacement
+from moe_core.parallel.prepare_finalize.by_name import REDUCTIONS, load_prepare_finalize
 from moe_core_layers import Kind
 from torch import Tensor
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_core import MoEError
-from moe_core.distributed import ParallelGroups, check_agreement
+from moe_core.parallel.distributed import ParallelGroups, check_agreement
 from torch.distributed.device_mesh import init_device_mesh
 
 #: the GPUs that a process may see while it imports the program that it runs

@@ -9,7 +9,7 @@ from unittest import mock
 
 import moe_core as mc
 import torch
-from moe_core.distributed.host_numbers import HostNumbers
+from moe_core.parallel.distributed.host_numbers import HostNumbers
 from torch import Tensor
 
 CONFIG = mc.FusedMoEConfig(num_experts=6, top_k=2, hidden_size=32, intermediate_size=32, dtype="float32")  # type: ignore[arg-type]

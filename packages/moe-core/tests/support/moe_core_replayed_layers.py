@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, registry
-from moe_core.claims import expand_key
-from moe_core.environment import Environment
-from moe_core.experts import FusedMoEExperts
-from moe_core.jit.launch import Launch, observe
+from moe_core.interface.claims import expand_key
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.kernels.launch.launch import Launch, observe
+from moe_core.spec.environment import Environment
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
 from moe_core.testing.data import Inputs, make_inputs
 from moe_core.testing.harness import make_kernel, make_problem
-from moe_core.workspace import Workspace
 from torch import Tensor
 
 #: a layer that the interpreter computes quickly

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.jit.launch import Launch
+from moe_core.kernels.launch.launch import Launch
 
 
 def as_if_compiled(monkeypatch: pytest.MonkeyPatch, *, computes: bool = False) -> None:
@@ -30,8 +30,8 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch, *, computes: bool = False) -
 
     monkeypatch.setattr(Launch, "of", staticmethod(of))
     # what was recorded here is for nobody else
-    monkeypatch.setattr("moe_core.replay._SHARED", {})
-    monkeypatch.setattr("moe_core.replay._current_stream", lambda device: 0)
+    monkeypatch.setattr("moe_core.kernels.launch.replay._SHARED", {})
+    monkeypatch.setattr("moe_core.kernels.launch.replay._current_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 

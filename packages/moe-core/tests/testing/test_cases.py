@@ -24,10 +24,10 @@ from moe_core import (
     kFp8Static128BlockSym,
     kInt4Static,
 )
-from moe_core.environment import Requirement
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.spec.environment import Requirement
 from moe_core.testing.cases import BUDGETS, Case, conformance_cases, covered_keys, expand_keys
 from moe_core.testing.data import make_inputs
-from moe_core.torch_experts import TorchExperts
 from moe_core_toys import MonolithicToyExperts, ToyExperts
 
 CPU = DeviceInfo.parse("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, kFp8StaticChannelSym, kFp8StaticTensorSym
-from moe_core.registry import registry
+from moe_core.selection.registry import registry
 from moe_core.testing.checkpoints import PER_CHANNEL, E, Experts, K, N, check, reason_against, refused, source
 from moe_core.testing.fuzz import Folder, fuzz
 from moe_core_checkpoints import CONFIG, PlainFormat, entry_points, layer_tensors

@@ -45,7 +45,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_core.jit.pdl import begin_pdl, wait_at_first
+from moe_core.kernels.device.pdl import begin_pdl, wait_at_first
 from moe_core.testing.compile import Specimen
 
 
@@ -155,9 +155,10 @@ def test_a_kernel_waits_for_the_launch_before_it_in_time(tmp_path: Path) -> None
     late = "touches memory before it has waited for the launch before it:"
     allowed = "; moe_core.testing.early_access.ALLOWED has what may be there"
     routing_and_weights = "ld.global.b32 of row_args, ld.global.b32 of b_args"
+    helper = "moe_core.kernels.device.pdl.begin_pdl"
     assert failures == [
         f"too_late: too_late {late} ld.global.b32 of x{allowed}",
-        "never: never may run beside the launch before it, and never waits for it: moe_core.jit.pdl.begin_pdl",
+        f"never: never may run beside the launch before it, and never waits for it: {helper}",
         f"one waits: one_waits {late} ld.global.b32 of n, st.global.b32 of y{allowed}",
         f"gemm1: gemv_kernel {late} {routing_and_weights}, st.global.b32 of result{allowed}",
     ]

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from moe_core.config import FusedMoEActivationFormat
+from moe_core.spec.config import FusedMoEActivationFormat
 from moe_core.testing.compile_cases import FEATURES, FEW_TOKENS, TOKENS, Turn, calls
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

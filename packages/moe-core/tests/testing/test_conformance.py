@@ -25,10 +25,10 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.quant_key import kInt4StaticAsym
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.spec.quant_key import kInt4StaticAsym
 from moe_core.testing import ConformanceTests, cases_for, run_case
 from moe_core.testing.conformance import place_for
-from moe_core.torch_experts import TorchExperts
 from moe_core_toys import (
     PLAIN,
     BatchedToyExperts,

@@ -39,11 +39,11 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.torch_experts import TorchExperts
 from moe_core.testing import Case, cases_for, run_case
 from moe_core.testing.diagnosis import MISTAKES
 from moe_core.testing.matrix_mistakes import MATRIX_MISTAKES
-from moe_core.torch_experts import TorchExperts
 from moe_core_toys import PLAIN, MonolithicToyExperts
 from torch import Tensor
 

@@ -26,10 +26,10 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
-from moe_core.device import DeviceInfo
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import Case, run_case
-from moe_core.torch_experts import TorchExperts
 from moe_core_failures import check_found, failures
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from moe_core import GATED, NON_GATED, Claims, KernelWeights, any_device, apply_moe_activation
+from moe_core.reference.torch_experts import TorchExperts
 from moe_core.testing import Case, cases_for, run_case
-from moe_core.torch_experts import TorchExperts
 from torch import Tensor
 
 pytestmark = [

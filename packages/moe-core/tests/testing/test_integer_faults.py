@@ -24,10 +24,10 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.experts import FusedMoEExperts
-from moe_core.quant_key import GroupShape
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.spec.quant_key import GroupShape
 from moe_core.testing import cases_for
-from moe_core.torch_experts import TorchExperts
 from moe_core_failures import check_found, failures
 from torch import Tensor
 

@@ -23,8 +23,8 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
+from moe_core.reference.torch_experts import TorchExperts
 from moe_core.testing.scheme import KnownFaultTests, known_faults
-from moe_core.torch_experts import TorchExperts
 from torch import Tensor
 
 TESTS = [name for name in vars(KnownFaultTests) if name.startswith("test_")]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from moe_core import ConfigError, MoEError
-from moe_core.backend import checked_experts
 from moe_core.errors import ProtocolVersionError
-from moe_core.experts import PROTOCOL_VERSION, FusedMoEExperts, FusedMoEExpertsModular
-from moe_core.registry import registry
+from moe_core.interface.experts import PROTOCOL_VERSION, FusedMoEExperts, FusedMoEExpertsModular
+from moe_core.plugins.backend import checked_experts
+from moe_core.selection.registry import registry
 from moe_core.testing import ConformanceTests
 from moe_core.testing.loading import load_experts, load_plugin
 from moe_core_toys import ToyExperts
@@ -44,7 +44,7 @@ def test_experts_are_named_by_module_and_class() -> None:
         ("json:Missing", "module 'json' has no 'Missing'; it has no experts class"),
         ("no_such_module:Missing", "install the package that has it, or name its folder in PYTHONPATH"),
         ("moe_core_toys:toy_weights", "is no FusedMoEExperts class"),
-        ("moe_core.experts:FusedMoEExperts", "is neither a FusedMoEExpertsModular nor"),
+        ("moe_core.interface.experts:FusedMoEExperts", "is neither a FusedMoEExpertsModular nor"),
     ],
 )
 def test_anything_else_is_refused_with_what_helps(spec: str, message: str) -> None:

@@ -17,9 +17,9 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.experts import FusedMoEExperts
-from moe_core.numerics import E2M1_VALUES, e8m0_to_float32
-from moe_core.torch_experts import TorchExperts
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.torch_experts import TorchExperts
+from moe_core.spec.numerics import E2M1_VALUES, e8m0_to_float32
 from moe_core_failures import check_found, failures
 from torch import Tensor
 

@@ -10,7 +10,7 @@ EXPERTS = """
 from dataclasses import replace
 import torch
 from moe_core import GATED, Claims, MoEActivation, any_device, cuda
-from moe_core.torch_experts import TorchExperts
+from moe_core.reference.torch_experts import TorchExperts
 
 class Mine(TorchExperts):
     protocol_version = 3

@@ -18,11 +18,11 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
+from moe_core.reference.torch_experts import TorchExperts
 from moe_core.testing import cases_for, run_case
 from moe_core.testing.cases import Case
 from moe_core.testing.data import SKEWED, make_inputs
 from moe_core.testing.random_cases import RandomBudget
-from moe_core.torch_experts import TorchExperts
 
 
 class Some(TorchExperts):

@@ -29,9 +29,9 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.claims import KeyClaim
-from moe_core.experts import FusedMoEExperts
-from moe_core.torch_experts import TorchExperts
+from moe_core.interface.claims import KeyClaim
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.torch_experts import TorchExperts
 from moe_core_failures import check_found, failures
 from torch import Tensor
 
@@ -306,7 +306,7 @@ class MxScaleRoundedDown(TorchExperts):
     claims = claims(MX)
 
     def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
-        from moe_core.quantization import quantize_tensor
+        from moe_core.reference.quantization import quantize_tensor
 
         if not x.numel():
             return x

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from moe_core import GroupShape, QuantKey, e8m0_to_float32, is_e8m0, kMxfp8Static
-from moe_core.experts_api import interleave, order_words, relative_e8m0, relative_scales
-from moe_core.kernel_api import Converted
+from moe_core.api.experts import interleave, order_words, relative_e8m0, relative_scales
+from moe_core.api.kernels import Converted
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,7 +20,7 @@ _LARGEST = 247
 
 
 def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool = False) -> Converted:
-    """One of the two matrices of canonical weights; see :class:`moe_core.weights.MoEWeights` for the tensors.
+    """One of the two matrices of canonical weights; see :class:`moe_core.spec.weights.MoEWeights` for the tensors.
 
     ``weights`` e4m3 [E, rows, K]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
     """

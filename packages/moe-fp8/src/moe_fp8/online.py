@@ -1,7 +1,7 @@
 """FP8 and MXFP8 from 16-bit experts, at load.
 
-Weight scales come from the largest magnitude of what shares them (:mod:`moe_core.quantization`), activations are
-quantised at run time.  A name that ends in ``_w8a16`` asks for 16-bit activations; nothing else ever gets them.
+Weight scales come from the largest magnitude of what shares them (:mod:`moe_core.reference.quantization`), activations
+are quantised at run time.  A name that ends in ``_w8a16`` asks for 16-bit activations; nothing else ever gets them.
 
 =====================  =========================================  ======================================
 name                   weight scales                              activations
@@ -47,7 +47,7 @@ def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization
     """Canonical 16-bit ``weights`` (bfloat16, float16 or float32) in the canonical form of ``quantize``.
 
     ``w13`` [E, 2N, K] (or [E, N, K] without a gate) and ``w2`` [E, K, N] become e4m3 codes with scales as in
-    :func:`moe_core.weights.scale_shape`; biases are carried through.  On a GPU at the memory's speed.
+    :func:`moe_core.spec.weights.scale_shape`; biases are carried through.  On a GPU at the memory's speed.
     Raises TensorError for weights that are quantised already, ConfigError for an unknown name.
     """
     return registry().online(quantize).quantize(weights)

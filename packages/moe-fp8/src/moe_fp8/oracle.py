@@ -52,7 +52,7 @@ def convert_to_fp8_moe_kernel_format(
     """Checkpoint tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
 
     ``w13`` [E, 2N, K] e4m3 (gate rows first), ``w2`` [E, K, N] e4m3; scales as in
-    :func:`moe_core.weights.scale_shape`; biases [E, 2N] and [E, K].  Raises TensorError.
+    :func:`moe_core.spec.weights.scale_shape`; biases [E, 2N] and [E, K].  Raises TensorError.
     """
     return _FUNCTIONS.convert(
         selection,

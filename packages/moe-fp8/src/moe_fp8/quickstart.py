@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from moe_core import kFp8Static128BlockSym, quantize_moe_weights
-from moe_core.format_api import write_folder
+from moe_core.api.formats import write_folder
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 512, 256, 16, 4, 2

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import TRITON, Environment, FusedMoEConfig, MoEActivation, kFp8Dynamic128Sym, kFp8Static128BlockSym
-from moe_core.device import DeviceInfo
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_fp8.experts.deep_gemm import (
     TILE,

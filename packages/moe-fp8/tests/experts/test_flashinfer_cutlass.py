@@ -13,7 +13,7 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing import Case, ConformanceTests, run_case
 from moe_core.testing.data import make_inputs, make_weights
 from moe_fp8.experts.flashinfer_cutlass import FlashInferCutlassFp8BlockExperts, FlashInferCutlassFp8TensorExperts

@@ -18,12 +18,12 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kMxfp8Dynamic,
 )
-from moe_core.activation import apply_moe_activation
-from moe_core.device import DeviceInfo
-from moe_core.numerics import e8m0_to_float32
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
-from moe_core.quantization import fake_quantize
-from moe_core.routing import RoutingConfig, RoutingMethodType
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.reference.quantization import fake_quantize
+from moe_core.spec.activation import apply_moe_activation
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.numerics import e8m0_to_float32
+from moe_core.spec.routing import RoutingConfig, RoutingMethodType
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.trtllm_double import (

@@ -21,9 +21,9 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.config import FusedMoEParallelConfig
-from moe_core.libraries.flashinfer import ACTIVATION_TYPES
-from moe_core.libraries_api import TrtLlmRouted, TrtLlmRouting
+from moe_core.api.libraries import TrtLlmRouted, TrtLlmRouting
+from moe_core.kernels.libraries.flashinfer import ACTIVATION_TYPES
+from moe_core.spec.config import FusedMoEParallelConfig
 from moe_core.testing.data import make_weights
 from moe_fp8 import Fp8MoeBackend
 from moe_fp8.scheme import SCHEME
@@ -154,7 +154,7 @@ def test_a_rank_s_experts_are_named_by_their_offset():
 
 
 def reasons_of_monolithic(config: FusedMoEConfig, kind: str) -> str:
-    from moe_core.device import DeviceInfo
+    from moe_core.spec.device import DeviceInfo
 
     experts = next(e for e in SCHEME.backends[0].load() if e.is_monolithic and e.claims.keys == (KEYS[kind],))
     reasons = experts.unsupported_reasons(config, *KEYS[kind], DeviceInfo.parse("sm100"), INSTALLED)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import QuantKey
-from moe_core.quant_key import (
+from moe_core.spec.quant_key import (
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,

@@ -372,7 +372,7 @@ def test_only_the_asked_experts_are_read(tmp_path: Path) -> None:
 
 def test_loading_holds_no_second_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak memory while loading: the layer itself and the experts that are read at a time, here one."""
-    monkeypatch.setattr("moe_core.checkpoint.stacks.GROUP_BYTES", 1)
+    monkeypatch.setattr("moe_core.checkpoint.experts.stacks.GROUP_BYTES", 1)
     sizes = {"hidden": 512, "inter": 512}
     found = source(tmp_path, Blocks(**sizes).one_by_one(), hidden_size=512, moe_intermediate_size=512)
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,7 +11,7 @@ import pytest
 import torch
 from moe_core import CheckpointError, CheckpointWarning, dequantize_weight
 from moe_core.checkpoint import Checkpoint, Given, read_layer
-from moe_core.quant_key import (
+from moe_core.spec.quant_key import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import QuantKey
-from moe_core.quant_key import kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
+from moe_core.spec.quant_key import kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 from moe_core.testing.checkpoints import PER_TENSOR, PREFIX, Experts, check, reason_against, refused, source
 from moe_fp8.formats.fp8_tensor import Fp8TensorFormat
 

@@ -13,19 +13,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.activation import MoEActivation, apply_moe_activation
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.device import DeviceInfo
-from moe_core.gemm.fused.layer import FusedLayer
-from moe_core.gemm.fused.scheme import CallShape
-from moe_core.gemm.heuristics import LayerProblem, launch_plan
-from moe_core.gemm.launch import Activation, Routing
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.jit.launch import record
-from moe_core.ops.batch import Batch
-from moe_core.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_core.kernels.gemm.fused.layer import FusedLayer
+from moe_core.kernels.gemm.fused.scheme import CallShape
+from moe_core.kernels.gemm.heuristics import LayerProblem, launch_plan
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.tiles.launch import Activation, Routing
+from moe_core.kernels.launch.launch import record
+from moe_core.kernels.ops.batch import Batch
+from moe_core.spec.activation import MoEActivation, apply_moe_activation
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
+from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.compile_cases import call_on_meta
-from moe_core.workspace import Workspace, workspace_nbytes
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 from moe_fp8.kernels.block import block_scheme, block_weight
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.gemm.fused.call import Call
-from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import GemmWeight, WarpSpecialisedGemm
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.ops.batch import Batch
+from moe_core.kernels.gemm.fused.call import Call
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.sm90.launch import TILE
+from moe_core.kernels.gemm.tiles.launch import GemmWeight, WarpSpecialisedGemm
+from moe_core.kernels.ops.batch import Batch
 from moe_core_managed import managed_copy
 from moe_fp8_products import CONFIG, COUNTS, SHORT, Product, no_tiles
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, MoEWeights, QuantKey, TensorError
-from moe_core.device import DeviceInfo
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.quant_key import kFp8Static128BlockSym, kFp8StaticChannelSym, kMxfp8Dynamic, kMxfp8Static
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.quant_key import kFp8Static128BlockSym, kFp8StaticChannelSym, kMxfp8Dynamic, kMxfp8Static
 from moe_core.testing.cases import Case
 from moe_core.testing.checks import check_values
 from moe_core.testing.harness import Place

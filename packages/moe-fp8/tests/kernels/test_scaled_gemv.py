@@ -17,9 +17,9 @@ from moe_core import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
-from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.jit.launch import observe
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.launch.launch import observe
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.few_tokens import FewTokens
 from moe_core.testing.planned import with_gemv

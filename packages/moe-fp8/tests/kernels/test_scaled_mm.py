@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.activation import MoEActivation
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm_experts import scaled_mm as scaled_mm_experts
-from moe_core.kernel import FusedMoEKernel
-from moe_core.ops import sort
-from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
-from moe_core.quant_key import (
+from moe_core.kernels.experts import scaled_mm as scaled_mm_experts
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.ops import sort
+from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.quant_key import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,

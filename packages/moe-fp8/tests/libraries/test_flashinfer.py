@@ -20,18 +20,18 @@ from moe_core import (
     RoutingConfig,
     RoutingMethodType,
 )
-from moe_core.device import DeviceInfo
-from moe_core.libraries.flashinfer import ACTIVATION_TYPES
-from moe_core.libraries.trtllm_layout import (
+from moe_core.kernels.libraries.flashinfer import ACTIVATION_TYPES
+from moe_core.kernels.libraries.trtllm_layout import (
     shuffled_rows,
     trtllm_block_weights,
     trtllm_row_order,
     trtllm_scales,
     trtllm_weights,
 )
-from moe_core.quantization import fake_quantize
+from moe_core.reference.quantization import fake_quantize
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace
 from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm
 from moe_fp8.libraries import FLASHINFER
 from moe_fp8.scheme import SCHEME

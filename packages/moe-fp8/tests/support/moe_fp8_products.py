@@ -6,15 +6,24 @@ from dataclasses import replace
 
 import torch
 import triton.language as tl
-from moe_core.activation import MoEActivation, apply_moe_activation
-from moe_core.gemm import hopper_launch
-from moe_core.gemm.hopper_launch import TILE
-from moe_core.gemm.launch import Activation, Gemm, GemmWeight, OperandA, Result, Routing, WarpSpecialisedGemm, constant
-from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.scaled_mm import quantize_group, quantize_static
-from moe_core.ops._sizes import max_tiles
-from moe_core.ops.batch import Batch
-from moe_core.ops.sort import Schedule
+from moe_core.kernels.gemm.plan import TileConfig
+from moe_core.kernels.gemm.sm90 import launch as hopper_launch
+from moe_core.kernels.gemm.sm90.launch import TILE
+from moe_core.kernels.gemm.tiles.launch import (
+    Activation,
+    Gemm,
+    GemmWeight,
+    OperandA,
+    Result,
+    Routing,
+    WarpSpecialisedGemm,
+    constant,
+)
+from moe_core.kernels.gemm.tiles.scaled_mm import quantize_group, quantize_static
+from moe_core.kernels.ops._sizes import max_tiles
+from moe_core.kernels.ops.batch import Batch
+from moe_core.kernels.ops.sort import Schedule
+from moe_core.spec.activation import MoEActivation, apply_moe_activation
 
 E4M3 = torch.float8_e4m3fn
 #: rows per expert: none, a tail of one row, half tiles, more than two tiles
@@ -125,7 +134,7 @@ class Product:
         )
 
     def run(self, config=CONFIG):
-        from moe_core.gemm import hopper_scaled_mm
+        from moe_core.kernels.gemm.sm90 import scaled_mm as hopper_scaled_mm
         from moe_fp8.kernels import hopper_blockwise
 
         on = {name: getattr(self, name).to(self.device) for name in ("a", "a_scale", "w_scale")}

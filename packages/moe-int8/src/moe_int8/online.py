@@ -1,7 +1,7 @@
 """INT8 from 16-bit experts, at load.
 
-One weight scale per output channel, ``max(amax, 1e-10) / 127`` (:mod:`moe_core.quantization`): a channel of zeros has a
-scale and codes 0.  A name that ends in ``_w8a16`` asks for 16-bit activations; nothing else ever gets them.
+One weight scale per output channel, ``max(amax, 1e-10) / 127`` (:mod:`moe_core.reference.quantization`): a channel of
+zeros has a scale and codes 0.  A name that ends in ``_w8a16`` asks for 16-bit activations; nothing else ever gets them.
 
 ======================  =========================================
 name                    activations

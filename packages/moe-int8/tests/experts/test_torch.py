@@ -13,9 +13,9 @@ from moe_core import (
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
     kInt8StaticChannelSym,
-    torch_experts,
 )
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.reference import torch_experts
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
 from moe_int8.experts.torch import TorchInt8Experts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import QuantKey
-from moe_core.quant_key import (
+from moe_core.spec.quant_key import (
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenAsym,

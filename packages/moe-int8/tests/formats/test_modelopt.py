@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointWarning
-from moe_core.quant_key import kInt8StaticChannelSym, kInt8StaticTensorSym
+from moe_core.spec.quant_key import kInt8StaticChannelSym, kInt8StaticTensorSym
 from moe_core.testing.checkpoints import (
     PER_CHANNEL,
     PREFIX,

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.ops.sort import sort_pairs, sort_workspaces
-from moe_core.quant_key import (
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.tiles.launch import Gemm, OperandA, Result, Routing, grouped_gemm
+from moe_core.kernels.ops.sort import sort_pairs, sort_workspaces
+from moe_core.spec.quant_key import (
     kInt4W4A8StaticChannelSym,
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenAsym,

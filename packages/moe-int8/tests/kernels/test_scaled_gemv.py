@@ -13,7 +13,7 @@ from moe_core import (
     kInt8StaticChannelSym,
     kInt8StaticTensorSym,
 )
-from moe_core.jit.launch import observe
+from moe_core.kernels.launch.launch import observe
 from moe_core.testing.few_tokens import FewTokens
 from moe_int8.experts.triton import TritonInt8Experts
 

@@ -14,12 +14,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.activation import MoEActivation
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm.quantize_rows import quantize_rows
-from moe_core.gemm.scaled_mm import (
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.tiles.launch import Gemm, OperandA, Result, Routing, TileFunctions, grouped_gemm
+from moe_core.kernels.gemm.tiles.quantize_rows import quantize_rows
+from moe_core.kernels.gemm.tiles.scaled_mm import (
     load_values,
     load_weights,
     multiply_codes,
@@ -27,10 +25,13 @@ from moe_core.gemm.scaled_mm import (
     open_weights,
     quantize_static,
 )
-from moe_core.kernel import FusedMoEKernel
-from moe_core.ops.sort import QuantizeRows, sort_pairs, sort_workspaces, whole_row
-from moe_core.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
-from moe_core.quant_key import (
+from moe_core.kernels.ops.sort import QuantizeRows, sort_pairs, sort_workspaces, whole_row
+from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
+from moe_core.reference.quantization import quantize_tensor
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.quant_key import (
     kInt8DynamicTensorSym,
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
@@ -38,10 +39,9 @@ from moe_core.quant_key import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.quantization import quantize_tensor
+from moe_core.spec.workspace import workspace_nbytes
 from moe_core.testing.data import make_weights
 from moe_core.testing.planned import layer_error, with_plan
-from moe_core.workspace import workspace_nbytes
 from moe_int8.experts.triton import TritonInt8Experts
 from moe_int8.kernels import scaled_mm
 from moe_int8.layout import row_sums, scale_and_zero
@@ -126,7 +126,7 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     """Unit scales: the float32 result is the exact sum, rounded once."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    from moe_core.gemm.hopper_launch import hopper_gemm
+    from moe_core.kernels.gemm.sm90.launch import hopper_gemm
 
     generator = torch.Generator().manual_seed(0)
     experts, pairs, count, depth = 3, 700, 400, 3216

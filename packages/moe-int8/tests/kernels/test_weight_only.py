@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.activation import MoEActivation
-from moe_core.config import FusedMoEActivationFormat
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.quant_key import kInt8StaticChannelSym
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.config import FusedMoEActivationFormat
+from moe_core.spec.quant_key import kInt8StaticChannelSym
 from moe_core.testing.planned import layer_error
 from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
 

@@ -1,12 +1,12 @@
-"""Canonical MXFP4 weights as kernels read them; see :class:`moe_core.weights.MoEWeights` for the tensors."""
+"""Canonical MXFP4 weights as kernels read them; see :class:`moe_core.spec.weights.MoEWeights` for the tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from moe_core.experts_api import order_words, relative_e8m0
-from moe_core.kernel_api import Converted
+from moe_core.api.experts import order_words, relative_e8m0
+from moe_core.api.kernels import Converted
 from torch import Tensor
 
 from moe_mxfp4.groups import GROUP, counting_groups, without_groups

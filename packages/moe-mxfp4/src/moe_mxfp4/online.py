@@ -1,8 +1,8 @@
 """MXFP4 from 16-bit experts, at load.
 
 The scale of 32 columns is ``amax / 6`` rounded *up* to a power of two, so that no weight saturates; codes are rounded
-to nearest, ties to even (:mod:`moe_core.quantization`).  compressed-tensors, Quark and vLLM round scales "even", which
-lets weights between 6 and 7 times the scale saturate.
+to nearest, ties to even (:mod:`moe_core.reference.quantization`).  compressed-tensors, Quark and vLLM round scales
+"even", which lets weights between 6 and 7 times the scale saturate.
 
 ===============  ====================================
 name             activations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import DeviceInfo
-from moe_core.experts_api import relative_e8m0
+from moe_core.api.experts import relative_e8m0
 from torch import Tensor
 
 from moe_mxfp4.groups import counting_groups, without_groups

@@ -24,13 +24,13 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.device import DeviceInfo
-from moe_core.numerics import E2M1_VALUES, e8m0_to_float32
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
-from moe_core.quantization import fake_quantize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.reference.quantization import fake_quantize
+from moe_core.reference.tolerance import expected_output
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.numerics import E2M1_VALUES, e8m0_to_float32
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.tolerance import expected_output
 from moe_core.testing.trtllm_double import (
     BLACKWELL,
     activation_parameters,

@@ -13,8 +13,8 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.device import DeviceInfo
-from moe_core.jit.launch import record
+from moe_core.kernels.launch.launch import record
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_core.testing.cases import Case
 from moe_core.testing.compile_cases import call_on_meta

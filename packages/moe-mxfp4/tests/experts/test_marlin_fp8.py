@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from moe_core import FusedMoEConfig, FusedMoEKernel, kFp8DynamicTokenSym, kMxfp4Static
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing import ConformanceTests, expected_output, make_inputs, make_weights
 from moe_core.testing.conformance import place_for
 from moe_core.testing.harness import one_thread

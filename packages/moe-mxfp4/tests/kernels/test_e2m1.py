@@ -10,10 +10,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.gemm.marlin.words import as_words
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.numerics import E2M1_VALUES
-from moe_core.quant_key import kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Static, kMxfp8Dynamic
+from moe_core.kernels.gemm.fragments.fragment_order import as_words
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.spec.numerics import E2M1_VALUES
+from moe_core.spec.quant_key import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Static,
+    kMxfp8Dynamic,
+)
 from moe_core.testing.planned import layer_error
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 from moe_mxfp4.kernels import e2m1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.gemm.launch import Gemm, OperandA, Result, Routing, grouped_gemm
-from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.workspaces import order_workspaces
-from moe_core.numerics import E2M1_VALUES
-from moe_core.ops.sort import sort_pairs
-from moe_core.workspace import Workspace
+from moe_core.kernels.gemm.plan import TileConfig
+from moe_core.kernels.gemm.tiles.launch import Gemm, OperandA, Result, Routing, grouped_gemm
+from moe_core.kernels.gemm.workspaces import order_workspaces
+from moe_core.kernels.ops.sort import sort_pairs
+from moe_core.spec.numerics import E2M1_VALUES
+from moe_core.spec.workspace import Workspace
 from moe_mxfp4.kernels.e4m3 import E2M1
 from moe_mxfp4.marlin_layout import convert_to_e4m3
 from moe_mxfp4.scales import LARGEST_E4M3

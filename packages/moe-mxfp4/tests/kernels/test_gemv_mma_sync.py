@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEActivation, kMxfp4Static
-from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.jit.launch import observe
+from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.launch.launch import observe
 from moe_core.testing.few_tokens import FewTokens
 from moe_core.testing.planned import with_gemv
 from moe_mxfp4.experts.marlin import MarlinMxfp4Experts

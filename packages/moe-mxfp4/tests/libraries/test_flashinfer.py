@@ -27,10 +27,10 @@ from moe_core import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.device import DeviceInfo
-from moe_core.libraries.flashinfer import ACTIVATION_TYPES
+from moe_core.kernels.libraries.flashinfer import ACTIVATION_TYPES
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.workspace import Workspace
 from moe_mxfp4.experts import flashinfer_cutlass, flashinfer_trtllm
 from moe_mxfp4.libraries import FLASHINFER
 from moe_mxfp4.libraries.hopper_layout import mixed_gemm_scales, mixed_gemm_weights

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import Environment, FusedMoEConfig, MoEActivation, kMxfp4Static
-from moe_core.device import DeviceInfo
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing.data import make_weights
 from moe_mxfp4.experts.oai_triton import OAITritonExperts
 from moe_mxfp4.libraries import TRITON_KERNELS

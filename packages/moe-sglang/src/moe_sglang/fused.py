@@ -19,7 +19,7 @@ from moe_core import (
     Selection,
     oracle,
 )
-from moe_core.engine_api import log_once, require, select_kernel
+from moe_core.api.engines import log_once, require, select_kernel
 from torch import Tensor
 
 from moe_sglang.engine import ENGINE, LOGGER

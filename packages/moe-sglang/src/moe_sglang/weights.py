@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_core import MoEWeights, TensorError
-from moe_core.engine_api import unpack_row_pairs
+from moe_core.api.engines import unpack_row_pairs
 from torch import Tensor
 
 from moe_sglang.kinds import Kind

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import quantize_moe_weights
-from moe_core.quantization import quantize_tensor
+from moe_core.reference.quantization import quantize_tensor
 from moe_sglang.kinds import KINDS
 from moe_sglang_layers import HIDDEN, ROWS, SIZE, E, config, dispatched, expected, info_of, row_name, runner
 from torch import Tensor

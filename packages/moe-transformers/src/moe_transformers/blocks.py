@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_core import ConfigError, FusedMoEConfig
-from moe_core.model_api import predicts_ahead
+from moe_core.api.models import predicts_ahead
 from torch import nn
 
 from moe_transformers.activation import computes

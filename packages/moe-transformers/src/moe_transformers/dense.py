@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from moe_core import Checkpoint
-from moe_core.model_api import quantized_linears
+from moe_core.api.models import quantized_linears
 from torch import Tensor
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from moe_core import ConfigError, FusedMoELayer, share_workspace
-from moe_core.model_api import ExpertsForm
+from moe_core.api.models import ExpertsForm
 from torch import Tensor, nn
 
 from moe_transformers.adapters import guard_adapters

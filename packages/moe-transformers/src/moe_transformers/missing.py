@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_core import CheckpointError
-from moe_core.model_api import parse_name
+from moe_core.api.models import parse_name
 
 #: what modules that hold experts are called ("experts", "shared_expert", "expert_0", "shared_mlp"), and their classes
 _NAMED = re.compile(r"(^|_)experts?($|_)|^shared_mlp$")

@@ -19,8 +19,8 @@ from moe_core import (
     layer_memory,
     registry,
 )
-from moe_core.format_api import LayerExperts
-from moe_core.model_api import (
+from moe_core.api.formats import LayerExperts
+from moe_core.api.models import (
     PER_CALL,
     ChosenLayer,
     Given,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_core import ConfigError, FusedMoELayer
-from moe_core.model_api import parse_name
+from moe_core.api.models import parse_name
 from transformers import PreTrainedModel
 
 

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Container, Mapping
 
 from moe_core import ConfigError, FusedMoEConfig
-from moe_core.format_api import LayerExperts
-from moe_core.model_api import unquantized_tensor
+from moe_core.api.formats import LayerExperts
+from moe_core.api.models import unquantized_tensor
 from torch import Tensor, nn
 
 from moe_transformers.blocks import Block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_core import MoEError
-from moe_core.engine_api import VersionRange
+from moe_core.api.engines import VersionRange
 
 #: the range of pyproject.toml
 TRANSFORMERS = VersionRange("moe-transformers", "transformers", "5.17", "5.25")

@@ -146,7 +146,7 @@ def test_experts_without_values_are_refused(moe: Any, plain: Path, tmp_path: Pat
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from moe_core_cli.main import main\nmain(['generate', '--help'])"
+        "from moe_core.cli.main import main\nmain(['generate', '--help'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert (done.returncode, done.stderr) == (0, "")

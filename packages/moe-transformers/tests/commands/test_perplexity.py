@@ -116,7 +116,7 @@ def test_which_tokens_are_scored(moe: Any, folder: Path, text: Path, window: int
     ],
 )
 def test_refused_before_anything_heavy_is_imported(arguments: list[str]) -> None:
-    code = f"import sys\nfrom moe_core_cli.main import main\nprint(main({arguments}))\nprint(*sys.modules)"
+    code = f"import sys\nfrom moe_core.cli.main import main\nprint(main({arguments}))\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     ended, loaded = done.stdout.splitlines()
     assert (ended, done.stderr.count("\n")) == ("2", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from moe_core.engine_api import Engine
+from moe_core.api.engines import Engine
 
 ENGINE = Engine(
     package="moe-vllm",

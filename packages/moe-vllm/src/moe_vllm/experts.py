@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from moe_core import ConfigError, FusedMoEKernel, KernelWeights, MoEError, QuantKey, Selection, Workspace, oracle
-from moe_core.engine_api import log_once, select_kernel
+from moe_core.api.engines import log_once, select_kernel
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from moe_core.engine_api import EngineChanged, require
+from moe_core.api.engines import EngineChanged, require
 from vllm import envs
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize

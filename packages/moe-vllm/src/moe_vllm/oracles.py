@@ -21,7 +21,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from compressed_tensors.quantization import QuantizationArgs
 from moe_core import ConfigError, MoEError, QuantKey
-from moe_core.engine_api import log_once, require
+from moe_core.api.engines import log_once, require
 from torch import Tensor
 from vllm import envs
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize

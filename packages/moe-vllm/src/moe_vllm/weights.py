@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from moe_core import ConfigError, FusedMoEConfig, KernelWeights, MoEWeights, QuantKey, TensorError, scale_shape
-from moe_core.engine_api import unpack_row_pairs
+from moe_core.api.engines import unpack_row_pairs
 from torch import Tensor
 from vllm.model_executor.utils import replace_parameter
 

@@ -11,7 +11,7 @@ from typing import Any
 import moe_core as mc
 import pytest
 import vllm_stand_ins
-from moe_core import engine_api
+from moe_core.api import engines as engine_api
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -48,7 +48,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture
 def brought(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The experts are brought; gives the log."""
-    from moe_core.engine_api import log_once
+    from moe_core.api.engines import log_once
 
     log_once.cache_clear()
     logging.getLogger("vllm").propagate = True

@@ -8,7 +8,7 @@ from typing import Any
 
 import moe_core as mc
 import torch
-from moe_core.engine_api import select_kernel
+from moe_core.api.engines import select_kernel
 from torch import Tensor
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig

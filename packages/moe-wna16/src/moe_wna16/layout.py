@@ -21,7 +21,8 @@ def zero_points(zero_point: Tensor, bits: int) -> Tensor:
 
 
 def arranged_groups(g_idx: Tensor, bits: int, multiple: int) -> Tensor:
-    """The groups of columns, int32 [E, K], in the order of `arrange` of `moe_core.gemm.as_stored.tiles`; padded."""
+    """The groups of columns, int32 [E, K], in the order of `arrange` of `moe_core.kernels.gemm.as_stored.tiles`;
+    padded."""
     codes = 32 // bits
     padded = F.pad(g_idx, (0, -g_idx.shape[1] % multiple))
     units = padded.view(padded.shape[0], -1, 4, 2, codes // 2)

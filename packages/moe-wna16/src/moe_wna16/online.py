@@ -1,4 +1,4 @@
-"""INT4 and INT8 in groups from 16-bit experts, at load: round to nearest (:mod:`moe_core.quantization`).
+"""INT4 and INT8 in groups from 16-bit experts, at load: round to nearest (:mod:`moe_core.reference.quantization`).
 
 Scales are bfloat16.  A name says the codes' bits and the columns that share a scale; ``_asym``: with zero points;
 ``_fp8``: activations are e4m3 with one scale per token.  All others leave activations in 16 bits.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from moe_core import kInt4Static, quantize_weight
-from moe_core.format_api import write_folder
+from moe_core.api.formats import write_folder
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, GROUP = 512, 256, 16, 4, 128

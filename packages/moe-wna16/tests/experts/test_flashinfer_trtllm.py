@@ -25,7 +25,7 @@ from moe_core import (
     kInt4Static32,
     kInt4Static32Asym,
 )
-from moe_core.device import DeviceInfo
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
 from moe_core.testing.trtllm_double import (

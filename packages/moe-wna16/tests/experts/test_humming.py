@@ -23,8 +23,8 @@ from moe_core import (
     kInt4StaticAsym,
     kInt8StaticAsym,
 )
-from moe_core.device import DeviceInfo
 from moe_core.errors import TensorError
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
 from moe_wna16.experts.humming import HummingWNA16Experts

@@ -15,9 +15,9 @@ from moe_core import (
     kInt4Static32Asym,
     kInt8Static,
 )
-from moe_core.device import DeviceInfo
-from moe_core.gemm.workspaces import BEFORE_GEMM2
-from moe_core.jit.launch import record
+from moe_core.kernels.gemm.workspaces import BEFORE_GEMM2
+from moe_core.kernels.launch.launch import record
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_core.testing.compile_cases import call_on_meta, experts_specimens
 from moe_core.testing.data import make_weights

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import FusedMoEConfig, QuantKey, kFp8DynamicTokenSym, kInt4Static
-from moe_core.device import DeviceInfo
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_wna16.experts.triton import TritonWNA16Experts
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core import FusedMoEParallelConfig
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.shard import shard_layer
+from moe_core.parallel.shard import shard_layer
 from moe_core.testing.checkpoints import CONFIG, write
 from moe_wna16.formats.codes import fields, rows_of_words
 from moe_wna16.formats.gptq_packing import GptqPacking, ZeroPoints

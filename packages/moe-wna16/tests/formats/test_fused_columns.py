@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import CheckpointError, FusedMoEParallelConfig
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.shard import shard_layer
+from moe_core.parallel.shard import shard_layer
 from moe_core.testing.checkpoints import CONFIG, write
 from moe_wna16_words import Codes, Matrix, Tensors, awq, words_and_zeros
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core import FusedMoEParallelConfig, QuantKey, kInt4Static, kInt4StaticAsym, load_layer
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
-from moe_core.shard import shard_layer
+from moe_core.parallel.shard import shard_layer
 from moe_core.testing.checkpoints import CONFIG, PREFIX, refused, source, write
 from moe_wna16_words import SIZES, Codes, K, N, Tensors, awq, check, gptq, gptq_2
 from torch import Tensor

@@ -17,7 +17,8 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.checkpoint import Checkpoint, open_file, read_layer
+from moe_core._support import open_file
+from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.testing.checkpoints import CONFIG, PREFIX, reason_against, refused, source, write
 from moe_core_checkpoints import count_reads
 from moe_wna16.formats.gptq import GptqFormat

@@ -12,11 +12,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_core.config import FusedMoEActivationFormat
-from moe_core.gemm.as_stored import tiles
-from moe_core.gemm.marlin.words import as_words
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.quant_key import kInt4Static, kInt4StaticAsym, kInt8StaticAsym
+from moe_core.kernels.gemm.as_stored import tiles
+from moe_core.kernels.gemm.fragments.fragment_order import as_words
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.spec.config import FusedMoEActivationFormat
+from moe_core.spec.quant_key import kInt4Static, kInt4StaticAsym, kInt8StaticAsym
 from moe_core.testing.planned import layer_error
 from moe_wna16.experts.triton import TritonWNA16Experts
 from moe_wna16.kernels import codes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import QuantKey, kInt4Static, kInt4StaticAsym
-from moe_core.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.testing.planned import layer_error
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, QuantKey, kInt4Static, kInt8Static
-from moe_core.device import DeviceInfo
-from moe_core.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.gemm.plan import TileConfig, TilePlan
-from moe_core.gemm_experts.grouped import GroupedExperts
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.planned import with_gemv, with_plan
-from moe_core.workspace import Workspace
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 from torch import Tensor
 

@@ -18,7 +18,7 @@ from moe_core import (
     RoutingMethodType,
     kInt4Static32,
 )
-from moe_core.device import DeviceInfo
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing.data import make_weights
 from moe_wna16.experts.flashinfer_trtllm import (
     TrtLlmMxint4ExpertsModular,

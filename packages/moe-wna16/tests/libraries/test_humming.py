@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_core import Environment, FusedMoEConfig, kInt4Static
-from moe_core.device import DeviceInfo
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing.data import make_weights
 from moe_wna16.experts.humming import HummingWNA16Experts
 from moe_wna16.keys import BASES

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from moe_core import QuantKey
 from moe_core.checkpoint import LayerSource
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
 from moe_core.testing.checkpoints import NAMES, PREFIX
 from torch import Tensor
 

@@ -3,17 +3,18 @@
 ``Checkpoint.open(path)`` reads the folder, its ``moe_layers`` are the layers with experts; ``read_layer(checkpoint,
 index)`` finds the layer's tensors, its config and its format; ``LayerSource.weights()`` loads the canonical weights.
 
-What formats use of it is declared in :mod:`moe_core.format_api`.
+What formats use of it is declared in :mod:`moe_core.api.formats`.
 """
 
 from moe_core.checkpoint.detect import detect_format
-from moe_core.checkpoint.experts import LayerExperts, find_layer
-from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, check_expert_tensor
+from moe_core.checkpoint.experts.checks import check_expert_tensor
+from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
+from moe_core.checkpoint.experts.stacks import BadValuesError, load_stacked
+from moe_core.checkpoint.files.safetensors_file import TensorInfo
 from moe_core.checkpoint.model import PER_CALL, Given, LayerModel, read_model
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.safetensors_file import TensorInfo
 from moe_core.checkpoint.source import LayerSource, read_layer
-from moe_core.checkpoint.stacks import BadValuesError, load_stacked
+from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
 
 __all__ = [
     "BadValuesError",

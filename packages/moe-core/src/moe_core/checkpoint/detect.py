@@ -6,15 +6,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout, names_method
-from moe_core.checkpoint.matrices import unquantized_reason
-from moe_core.checkpoint.modelopt import is_modelopt
+from moe_core.checkpoint.config.statements import names_method
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import unquantized_reason
+from moe_core.checkpoint.files.unsupported import INSTEAD, unsupported_quantization
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.unsupported import INSTEAD, unsupported_quantization
+from moe_core.checkpoint.tools.modelopt import is_modelopt
 from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError, did_you_mean, with_widths_of
-from moe_core.plugins import PluginFault, Raised, attempt
-from moe_core.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
+from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
+from moe_core.plugins.faults import PluginFault, Raised, attempt
+from moe_core.selection.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
 
 #: what a Quark config names, and the scheme that reads it
 _QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.detect import detect_format
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.matrices import PLAIN_DTYPES, ExpertMatrices
-from moe_core.checkpoint.quantized import QuantizedLayout
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import PLAIN_DTYPES, ExpertMatrices
+from moe_core.checkpoint.experts.quantized import QuantizedLayout
+from moe_core.checkpoint.experts.values import Values, has_bad_values
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.values import Values, has_bad_values
 from moe_core.errors import CheckpointError
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
 
 #: what holds a linear layer's weight, usual ones first
 _WEIGHTS = ("weight", "weight_packed", "qweight")

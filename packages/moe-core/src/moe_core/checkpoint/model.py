@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.activation import ActivationParams, MoEActivation
-from moe_core.checkpoint import config_keys as keys
-from moe_core.checkpoint.config_keys import ConfigKeys
-from moe_core.checkpoint.experts import LayerExperts, left_out
-from moe_core.checkpoint.families import FAMILIES, Family, family_of, guess, refusal_of
+from moe_core.checkpoint.config import keys as keys
+from moe_core.checkpoint.config.families import FAMILIES, Family, family_of, guess, refusal_of
+from moe_core.checkpoint.config.keys import ConfigKeys
+from moe_core.checkpoint.config.routing_keys import BY_HAND, read_routing
+from moe_core.checkpoint.config.unread import unread_entries
+from moe_core.checkpoint.experts.layer_experts import LayerExperts, left_out
 from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
-from moe_core.checkpoint.routing_keys import BY_HAND, read_routing
-from moe_core.checkpoint.unread import unread_entries
-from moe_core.config import FusedMoEConfig, as_dtype, whole_number
 from moe_core.errors import ConfigError, check_instance, did_you_mean
-from moe_core.routing import RoutingConfig
+from moe_core.spec.activation import ActivationParams, MoEActivation
+from moe_core.spec.config import FusedMoEConfig, as_dtype, whole_number
+from moe_core.spec.routing import RoutingConfig
 
 #: instead of a routing: each call is given topk_weights and topk_ids
 PER_CALL = "per_call"
@@ -28,7 +28,7 @@ PER_CALL = "per_call"
 class Given:
     """What the caller says of the model, whatever config.json says.
 
-    - ``routing``: a RoutingConfig, its text (:meth:`~moe_core.routing.RoutingConfig.parse`), or ``"per_call"``
+    - ``routing``: a RoutingConfig, its text (:meth:`~moe_core.spec.routing.RoutingConfig.parse`), or ``"per_call"``
     - ``activation``, ``activation_params`` (which go with it)
     - ``assume``: of a model_type that is not known, what is not given may be guessed
     - ``top_k``: experts per token

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from moe_core.checkpoint.detect import Detected, detect_format
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
-from moe_core.checkpoint.matrices import unquantized_reason
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import unquantized_reason
+from moe_core.checkpoint.experts.unquantized import UnquantizedFormat
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.unquantized import UnquantizedFormat
-from moe_core.config import FusedMoEConfig
 from moe_core.errors import CheckpointError
-from moe_core.online import OnlineQuantization
-from moe_core.quant_key import QuantKey
-from moe_core.registry import Registry, registry
-from moe_core.weights import MoEWeights
+from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
+from moe_core.kernels.ops.online import OnlineQuantization
+from moe_core.selection.registry import Registry, registry
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.weights import MoEWeights
 
 #: bytes of 16-bit weights that are held at a time; one expert at least
 CHUNK_BYTES = 256 << 20

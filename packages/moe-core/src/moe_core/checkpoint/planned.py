@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint import config_keys as keys
-from moe_core.checkpoint.config_keys import ConfigKeys
-from moe_core.checkpoint.downloads import incomplete_hint
-from moe_core.checkpoint.experts import find_layer
-from moe_core.checkpoint.families import family_of
-from moe_core.checkpoint.files import check_folder, index_file, pickled_files
-from moe_core.checkpoint.matrices import ExpertMatrices
-from moe_core.checkpoint.quantized import QuantizedLayout
+from moe_core._support.downloads import incomplete_hint
+from moe_core._support.strict_json import MAX_INDEX_BYTES, load_object
+from moe_core.checkpoint.config import keys as keys
+from moe_core.checkpoint.config.families import family_of
+from moe_core.checkpoint.config.keys import ConfigKeys
+from moe_core.checkpoint.config.statements import read_quantization
+from moe_core.checkpoint.experts.layer_experts import find_layer
+from moe_core.checkpoint.experts.matrices import ExpertMatrices
+from moe_core.checkpoint.experts.quantized import QuantizedLayout
+from moe_core.checkpoint.files.safetensors_file import Part, Span, TensorInfo
+from moe_core.checkpoint.files.safetensors_header import DTYPES, Kind
+from moe_core.checkpoint.files.shards import check_folder, index_file, pickled_files
+from moe_core.checkpoint.files.staging import bytes_of
+from moe_core.checkpoint.files.unsupported import unsupported_files
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.safetensors_file import Part, Span, TensorInfo
-from moe_core.checkpoint.safetensors_header import DTYPES, Kind
 from moe_core.checkpoint.source import LayerSource
-from moe_core.checkpoint.staging import bytes_of
-from moe_core.checkpoint.statements import read_quantization
-from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
-from moe_core.checkpoint.unsupported import unsupported_files
 from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

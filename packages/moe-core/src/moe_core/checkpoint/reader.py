@@ -19,16 +19,23 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.families import DEFAULT_STACKS
-from moe_core.checkpoint.files import SINGLE_NAME, check_folder, check_shards, index_file, shard_path, unindexed_files
-from moe_core.checkpoint.names import ExpertNames, LayerNames, by_layer
-from moe_core.checkpoint.open_file import FileState
-from moe_core.checkpoint.safetensors_file import Part, SafetensorsFile, Span, TensorInfo
-from moe_core.checkpoint.safetensors_header import Kind
-from moe_core.checkpoint.statements import read_quantization
-from moe_core.checkpoint.strict_json import MAX_INDEX_BYTES, load_object
+from moe_core._support.atomic_write import as_path
+from moe_core._support.open_file import FileState
+from moe_core._support.strict_json import MAX_INDEX_BYTES, load_object
+from moe_core.checkpoint.config.families import DEFAULT_STACKS
+from moe_core.checkpoint.config.statements import read_quantization
+from moe_core.checkpoint.files.safetensors_file import Part, SafetensorsFile, Span, TensorInfo
+from moe_core.checkpoint.files.safetensors_header import Kind
+from moe_core.checkpoint.files.shards import (
+    SINGLE_NAME,
+    check_folder,
+    check_shards,
+    index_file,
+    shard_path,
+    unindexed_files,
+)
+from moe_core.checkpoint.files.tensor_names import ExpertNames, LayerNames, by_layer
 from moe_core.errors import CheckpointError, ConfigError, check_instance
-from moe_core.whole_file import as_path
 
 #: files that are kept open; a model has hundreds, a layer's tensors lie in a few
 MOST_OPEN = 16

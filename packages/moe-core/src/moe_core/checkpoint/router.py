@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.experts import LayerExperts
-from moe_core.checkpoint.families import Family
+from moe_core.checkpoint.config.families import Family
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.errors import CheckpointError
 
 # beside the experts, under the block's prefix

@@ -12,22 +12,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.experts import LayerExperts, find_layer
-from moe_core.checkpoint.format import CheckpointFormat, ExpertLayout
+from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
+from moe_core.checkpoint.experts.quantized import QuantizedLayout
+from moe_core.checkpoint.files.reading_threads import readers
 from moe_core.checkpoint.model import Given, read_model
 from moe_core.checkpoint.online import detect
-from moe_core.checkpoint.quantized import QuantizedLayout
 from moe_core.checkpoint.reader import Checkpoint
-from moe_core.checkpoint.reading_threads import readers
-from moe_core.column_cut import ColumnCut, column_cuts, cut_columns, plain_cut, refine
-from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError, check_instance
-from moe_core.online import OnlineQuantization
-from moe_core.plugins import Raised, attempt
-from moe_core.quant_key import QuantKey, as_quant_key
-from moe_core.registry import KNOWN_SCHEMES, Registry
-from moe_core.shard import local_expert_range
-from moe_core.weights import MoEWeights
+from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
+from moe_core.kernels.ops.online import OnlineQuantization
+from moe_core.parallel.shard import local_expert_range
+from moe_core.parallel.shard_plan import ColumnCut, column_cuts, cut_columns, plain_cut, refine
+from moe_core.plugins.faults import Raised, attempt
+from moe_core.selection.registry import KNOWN_SCHEMES, Registry
+from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
+from moe_core.spec.quant_key import QuantKey, as_quant_key
+from moe_core.spec.weights import MoEWeights
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_core.whole_file import write_whole
+from moe_core._support.atomic_write import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,19 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moe_core_cli.terminal.console import complain
-
-from moe_core.checkpoint.experts import ranges
+from moe_core.checkpoint.experts.layer_experts import ranges
 from moe_core.cli import _arguments, _report
 from moe_core.cli._fit import Fit, Floors, fit_lines, fit_of, floor_lines, floors_of, other_bytes, refusal, total_floor
 from moe_core.cli._output import bytes_text, emit, progress, table
 from moe_core.cli._select import select
+from moe_core.cli.terminal.console import complain
 from moe_core.errors import MoEError
 
 if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint, LayerSource
-    from moe_core.memory import LayerMemory
-    from moe_core.selection import SelectionReport
+    from moe_core.selection.memory import LayerMemory
+    from moe_core.selection.report import SelectionReport
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moe_core_cli.commands.checks import shape_of
-
+from moe_core.cli.checks import shape_of
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from moe_core.checkpoint import Checkpoint, LayerSource
-    from moe_core.column_cut import ColumnCut
-    from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
-    from moe_core.oracle import Oracle
-    from moe_core.quant_key import QuantKey
+    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.selection.oracle import Oracle
+    from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
+    from moe_core.spec.quant_key import QuantKey
 
 
 def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) -> FusedMoEParallelConfig | None:
@@ -28,7 +27,7 @@ def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) ->
     ``world_size``: processes that there are, of which those that --tp leaves spread the experts.  Tokens are those of
     each expert-parallel rank where --dp does not say otherwise.  Raises ConfigError for numbers that mean nothing.
     """
-    from moe_core.config import FusedMoEParallelConfig, whole_number
+    from moe_core.spec.config import FusedMoEParallelConfig, whole_number
 
     tp, ep, dp = (getattr(args, name, None) for name in ("tp", "ep", "dp"))
     if tp is ep is dp is None and world_size == 1:
@@ -47,8 +46,8 @@ def cuts_of(
     config: FusedMoEConfig, keys: tuple[QuantKey | None, QuantKey | None], parallel: FusedMoEParallelConfig
 ) -> tuple[FusedMoEConfig, tuple[ColumnCut, ...]]:
     """(the config of a rank of a made-up layer but for its columns, the ways of sharing these)."""
-    from moe_core.column_cut import column_cuts
-    from moe_core.shard import local_expert_range
+    from moe_core.parallel.shard import local_expert_range
+    from moe_core.parallel.shard_plan import column_cuts
 
     local = len(local_expert_range(config.num_experts, parallel))
     cuts = column_cuts(config.intermediate_size, *keys, parallel.tp_size)
@@ -106,7 +105,7 @@ def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
 
 def batched(config: FusedMoEConfig, num_tokens: int) -> FusedMoEConfig:
     """The layer in the batched activation format, for calls with at most ``num_tokens`` tokens."""
-    from moe_core.config import FusedMoEActivationFormat
+    from moe_core.spec.config import FusedMoEActivationFormat
 
     return replace(config, activation_format=FusedMoEActivationFormat.BATCHED, max_num_tokens=num_tokens)
 
@@ -170,9 +169,9 @@ def device_of(name: str | None) -> torch.device:
 
 def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | None, QuantKey | None]:
     """(config, weight key, activation key) of a layer that --scheme and --shape describe."""
-    from moe_core.activation import MoEActivation
-    from moe_core.config import FusedMoEConfig
-    from moe_core.registry import registry
+    from moe_core.selection.registry import registry
+    from moe_core.spec.activation import MoEActivation
+    from moe_core.spec.config import FusedMoEConfig
 
     online = None if args.quantize is None else registry().online(args.quantize)
     if online is not None:
@@ -209,14 +208,14 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
 
 
 def _key(name: str) -> QuantKey | None:
-    from moe_core.quant_key import as_quant_key
+    from moe_core.spec.quant_key import as_quant_key
 
     return as_quant_key(name)
 
 
 def _claimed(oracle: Oracle) -> list[tuple[QuantKey | None, QuantKey | None]]:
     """Every pair of keys that the scheme's backends claim, in their order."""
-    from moe_core.claims import expand_key
+    from moe_core.interface.claims import expand_key
 
     claims = [pair for backend in oracle.table() for experts in backend.load() for pair in experts.claims.keys]
     if not claims:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._output import progress
-from moe_core.config import TokenSharing
-from moe_core.distributed.cost import active_experts, products_of
+from moe_core.parallel.distributed.cost import active_experts, products_of
+from moe_core.spec.config import TokenSharing
 
 if TYPE_CHECKING:
     from moe_core.cli._machine import Limits
     from moe_core.cli._ranks import Ranks
-    from moe_core.distributed import ParallelGroups
-    from moe_core.prepare_finalize_choice import PrepareFinalizeCandidate
-    from moe_core.shard import LayerShard
-    from moe_core.weights import MoEWeights
+    from moe_core.parallel.distributed import ParallelGroups
+    from moe_core.parallel.shard import LayerShard
+    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeCandidate
+    from moe_core.spec.weights import MoEWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class RankLayer:
         They are those that fit, or the one that was asked for ("auto": the fastest by the figures of the machine).
         """
         from moe_core.cli import _arguments
-        from moe_core.shard import shard_layer
+        from moe_core.parallel.shard import shard_layer
 
         keys = weights.weight_key, weights.activation_key
         config, cuts = _arguments.cuts_of(layer.config, keys, ranks.parallel)
@@ -63,7 +63,7 @@ def measure_ranks(
 ) -> Iterator[dict[str, Any]]:
     """What was measured of each prepare/finalize class and number of tokens per rank; all ranks do and get the same."""
     from moe_core.cli._timing import measure
-    from moe_core.registry import registry
+    from moe_core.selection.registry import registry
 
     oracle, ranks, device = registry().oracle(part.layer.scheme), part.ranks, part.ranks.device
     parallel = ranks.parallel

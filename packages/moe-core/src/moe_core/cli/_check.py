@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.experts import FusedMoEExperts
 
 if TYPE_CHECKING:
-    from moe_core.config import FusedMoEConfig
-    from moe_core.layer import FusedMoELayer
-    from moe_core.weights import MoEWeights
+    from moe_core.layer.layer import FusedMoELayer
+    from moe_core.spec.config import FusedMoEConfig
+    from moe_core.spec.weights import MoEWeights
 
 #: with more values, a few lie outside of bounds that 2e-9 of them leave; the norm of the error decides alone then
 MOST_BOUNDED = 1_000_000
@@ -60,7 +60,7 @@ def check_output(
     ``parts``: the checkpoint's canonical weights, one part for each rank, whose outputs were added up: its config, its
     weights, and its expert map [E], which names the experts that they are of (None: all).
     """
-    from moe_core.testing.tolerance import Expected, expected_output, yardstick_dtype
+    from moe_core.reference.tolerance import Expected, expected_output, yardstick_dtype
 
     dtype, device = layer.config.dtype, layer.weights.device
     found = []

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from moe_core.checkpoint.strict_json import parse_object
+from moe_core._support.strict_json import parse_object
 from moe_core.errors import CheckpointError, ConfigError
 
 #: bytes of a file of results; that of ten backends and a hundred token counts has 400 KB

@@ -1,8 +1,8 @@
 """Processes that compile recorded launches into Triton's cache on disk, for a process that then finds them there.
 
 Triton holds Python's lock for a part of each compilation, which threads wait for: enough for what a model needs once
-(`moe_core.jit.compile_ahead`), too slow for hundreds of configurations.  The processes are forked, so that they know
-the layer, and compile for the GPU's architecture without touching the GPU.
+(`moe_core.kernels.launch.compile_ahead`), too slow for hundreds of configurations.  The processes are forked, so that
+they know the layer, and compile for the GPU's architecture without touching the GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from moe_core_cli.terminal.signals import NAMES
-
-from moe_core.device import DeviceInfo
-from moe_core.jit.launch import Launch
-from moe_core.testing.compile import Target, compiling_for
+from moe_core.cli.terminal.signals import NAMES
+from moe_core.kernels.launch.compile_target import Target, compiling_for
+from moe_core.kernels.launch.launch import Launch
+from moe_core.spec.device import DeviceInfo
 
 #: what a forked process asks for the launches of a task, and compiles for
 _INHERITED: list[tuple[Callable[[Any], Iterable[Launch]], Target]] = []

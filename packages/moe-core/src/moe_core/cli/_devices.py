@@ -7,18 +7,17 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_core_cli.terminal.console import complain
-
 from moe_core.cli import _report
 from moe_core.cli._fit import refusal
 from moe_core.cli._output import bytes_text, duration, emit, table
 from moe_core.cli._prepare_finalize import sizes
+from moe_core.cli.terminal.console import complain
 
 if TYPE_CHECKING:
     from moe_core.cli._fit import Fit
-    from moe_core.memory import LayerMemory
-    from moe_core.prepare_finalize_choice import PrepareFinalizeSelection
-    from moe_core.selection import SelectionReport
+    from moe_core.selection.memory import LayerMemory
+    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection
+    from moe_core.selection.report import SelectionReport
 
 _HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace", "needs", "fits")
 #: over several ranks, behind those

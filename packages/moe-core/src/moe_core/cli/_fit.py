@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_core.cards import card_of
 from moe_core.cli import _report
 from moe_core.cli._machine import Limits
 from moe_core.cli._output import bytes_text, duration
-from moe_core.distributed.cost import active_experts, products_of
+from moe_core.parallel.distributed.cost import active_experts, products_of
+from moe_core.spec.cards import card_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moe_core.checkpoint import Checkpoint
-    from moe_core.device import DeviceInfo
-    from moe_core.memory import LayerMemory
-    from moe_core.selection import SelectionReport
+    from moe_core.selection.memory import LayerMemory
+    from moe_core.selection.report import SelectionReport
+    from moe_core.spec.device import DeviceInfo
 
 #: numbers of tokens that floors are stated for: decoding alone, a batch of it, a prompt
 TOKENS = (1, 32, 4096)

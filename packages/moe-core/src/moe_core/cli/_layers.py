@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.checkpoint import Checkpoint
-    from moe_core.config import FusedMoEConfig
-    from moe_core.quant_key import QuantKey
-    from moe_core.weights import MoEWeights
+    from moe_core.spec.config import FusedMoEConfig
+    from moe_core.spec.quant_key import QuantKey
+    from moe_core.spec.weights import MoEWeights
 
 DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
 #: sets of tokens and routing that calls take turns with
@@ -78,7 +78,7 @@ def _of_checkpoint(args: argparse.Namespace, checkpoint: Checkpoint, device: tor
 
 
 def _of_shape(args: argparse.Namespace, device: torch.device) -> Layer:
-    from moe_core.registry import registry
+    from moe_core.selection.registry import registry
 
     args.shape = args.shape or DEFAULT_SHAPE
     if args.scheme is None and args.quantize is None:
@@ -104,8 +104,8 @@ def _random_weights(
     """A few random experts, repeated: every expert has memory of its own, and quantising takes no time."""
     import torch
 
-    from moe_core.memory import specimen
-    from moe_core.quantization import quantize_moe_weights
+    from moe_core.reference.quantization import quantize_moe_weights
+    from moe_core.selection.memory import specimen
 
     if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
         raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
@@ -154,11 +154,11 @@ def random_call(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden states, router weights, expert ids) of ``count`` tokens, made on ``device``.
 
-    Routing is uniform, or with ``skew`` as of :func:`moe_core.skewed_routing.skewed`.
+    Routing is uniform, or with ``skew`` as of :func:`moe_core.reference.skewed_routing.skewed`.
     """
     import torch
 
-    from moe_core.skewed_routing import skewed
+    from moe_core.reference.skewed_routing import skewed
 
     _arguments.check_room(count, config.hidden_size)
     generator = torch.Generator(device).manual_seed(seed)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_core.cli._timing import measure
-from moe_core.config import FusedMoEConfig
-from moe_core.quant_key import QuantKey
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.quant_key import QuantKey
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_core_cli.terminal.console import progress as progress
-from moe_core_cli.terminal.console import say
-
+from moe_core._support.atomic_write import check_writable, writing
+from moe_core.cli.terminal.console import progress as progress
+from moe_core.cli.terminal.console import say
 from moe_core.errors import ConfigError, printable
-from moe_core.whole_file import check_writable, writing
 
 
 def emit(as_json: bool, data: Any, text: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moe_core.cli._output import bytes_text, duration, table
-from moe_core.distributed.machine import MACHINES
-from moe_core.selection import one_of_each
+from moe_core.parallel.distributed.machine import MACHINES
+from moe_core.selection.report import one_of_each
 
 if TYPE_CHECKING:
-    from moe_core.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
-    from moe_core.selection import Candidate
+    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
+    from moe_core.selection.report import Candidate
 
 
 def verdict(found: PrepareFinalizeSelection) -> str:

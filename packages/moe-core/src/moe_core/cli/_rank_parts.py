@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_core.column_cut import ColumnCut, cut_columns, refine
-from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_core.shard import local_expert_range, map_of
+from moe_core.parallel.shard import local_expert_range, map_of
+from moe_core.parallel.shard_plan import ColumnCut, cut_columns, refine
+from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
 
 if TYPE_CHECKING:
-    from moe_core.weights import MoEWeights
+    from moe_core.spec.weights import MoEWeights
 
 
 def rank_parts(

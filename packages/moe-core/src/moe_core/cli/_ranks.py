@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from moe_core.cli import _arguments
 from moe_core.cli._select import select_over_ranks
 from moe_core.errors import ConfigError
-from moe_core.selection import NoBackendError
+from moe_core.selection.report import NoBackendError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moe_core.column_cut import ColumnCut
-    from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
-    from moe_core.distributed import ParallelGroups
-    from moe_core.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
+    from moe_core.parallel.distributed import ParallelGroups
+    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
+    from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ranks:
 
     def groups(self, chosen: PrepareFinalizeCandidate) -> ParallelGroups:
         """The process groups of a layer with that prepare/finalize; all ranks call it."""
-        from moe_core.distributed import ParallelGroups
+        from moe_core.parallel.distributed import ParallelGroups
 
         parallel = chosen.report.config.parallel
         return ParallelGroups.create(
@@ -81,7 +81,7 @@ class Ranks:
 
     def share(self, count: int) -> slice:
         """Of ``count`` tokens those of this rank's batch."""
-        from moe_core.column_cut import share
+        from moe_core.parallel.shard_plan import share
 
         return slice(*share(count, self.parallel.dp_size, self.parallel.dp_rank))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moe_core.cli._output import bytes_text
-from moe_core.selection import one_of_each
+from moe_core.selection.report import one_of_each
 
 if TYPE_CHECKING:
-    from moe_core.memory import LayerMemory
-    from moe_core.selection import Alternative, Candidate, SelectionReport
+    from moe_core.selection.memory import LayerMemory
+    from moe_core.selection.report import Alternative, Candidate, SelectionReport
 
 #: backends whose reasons are shown
 MOST_SHOWN = 4

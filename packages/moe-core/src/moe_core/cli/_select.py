@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from moe_core.cli import _arguments
 from moe_core.errors import ConfigError
-from moe_core.selection import BackendRefusedError, NoBackendError, SelectionError
+from moe_core.selection.report import BackendRefusedError, NoBackendError, SelectionError
 
 if TYPE_CHECKING:
     import torch
 
-    from moe_core.column_cut import ColumnCut
-    from moe_core.config import FusedMoEConfig
-    from moe_core.memory import LayerMemory
-    from moe_core.prepare_finalize_choice import PrepareFinalizeSelection
-    from moe_core.quant_key import QuantKey
-    from moe_core.selection import SelectionReport
+    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.selection.memory import LayerMemory
+    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection
+    from moe_core.selection.report import SelectionReport
+    from moe_core.spec.config import FusedMoEConfig
+    from moe_core.spec.quant_key import QuantKey
 
 
 def select(
@@ -30,8 +30,8 @@ def select(
     activation_key: QuantKey | None,
 ) -> tuple[SelectionReport, LayerMemory | None]:
     """What selection says, and the memory of what it chose; None where nothing fits."""
-    from moe_core.memory import layer_memory
-    from moe_core.registry import registry
+    from moe_core.selection.memory import layer_memory
+    from moe_core.selection.registry import registry
 
     if args.activation_format == "batched":
         config = _arguments.batched(config, args.tokens)
@@ -66,11 +66,11 @@ def select_over_ranks(
 
     ``config`` is a rank's, but for its columns; ``tokens`` that each rank brings.
     """
-    from moe_core.column_choice import select_cut
-    from moe_core.column_cut import plain_cut
-    from moe_core.distributed.machine import Machine
-    from moe_core.prepare_finalize_choice import select_prepare_finalize
-    from moe_core.registry import registry
+    from moe_core.parallel.distributed.machine import Machine
+    from moe_core.parallel.shard_plan import plain_cut
+    from moe_core.selection.column_choice import select_cut
+    from moe_core.selection.prepare_finalize_choice import select_prepare_finalize
+    from moe_core.selection.registry import registry
 
     if getattr(args, "activation_format", "standard") == "batched":
         raise ConfigError(

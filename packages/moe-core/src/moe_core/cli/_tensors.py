@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_core.checkpoint.safetensors_file import SafetensorsFile
-from moe_core.config import FusedMoEConfig
+from moe_core._support.atomic_write import write_whole
+from moe_core.checkpoint.files.safetensors_file import SafetensorsFile
 from moe_core.errors import TensorError, check_dtype, check_shape
-from moe_core.whole_file import write_whole
+from moe_core.spec.config import FusedMoEConfig
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_core.call_launches import call_launches
 from moe_core.cli._compile_pool import CompilePool
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._timing import measure
-from moe_core.gemm.heuristics.tuned import Tuned, TunedRange
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.jit.compile_ahead import compile_in_threads, distinct
-from moe_core.jit.current_device import current
-from moe_core.kernel import FusedMoEKernel
-from moe_core.oracle import Oracle
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
-from moe_core.workspace import Workspace
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.heuristics.tuned import Tuned, TunedRange
+from moe_core.kernels.launch.compile_ahead import compile_in_threads, distinct
+from moe_core.kernels.launch.current_device import current
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.runtime.call_launches import call_launches
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.selection.oracle import Oracle
+from moe_core.spec.workspace import Workspace
 
 if TYPE_CHECKING:
-    from moe_core.jit.launch import Launch
-    from moe_core.selection import Selection
-    from moe_core.tuning.limits import Plan
+    from moe_core.kernels.launch.launch import Launch
+    from moe_core.kernels.tuning.limits import Plan
+    from moe_core.selection.report import Selection
 
 #: seconds of replays that a configuration is timed by
 BUDGET = 0.03
@@ -35,7 +35,7 @@ WRONG = 0.1
 
 
 class LayerOnGpu:
-    """See :class:`moe_core.tuning.search.Rig`."""
+    """See :class:`moe_core.kernels.tuning.search.Rig`."""
 
     def __init__(self, layer: Layer, selection: Selection, device: torch.device, most: int) -> None:
         # without what an earlier profile says

@@ -1,7 +1,7 @@
 """Testing for this project and for packages that extend it.
 
 - :mod:`moe_core.testing.conformance`: the conformance kit, which tests every claim of an experts class
-- :mod:`moe_core.testing.tolerance`: how far from the float64 reference a result may be, and why
+- :mod:`moe_core.reference.tolerance`: how far from the float64 reference a result may be, and why
 - :mod:`moe_core.testing.diagnosis`: which of the usual mistakes explains a wrong result
 - :mod:`moe_core.testing.data`: random weights, inputs and routing for any layer and keys
 - :mod:`moe_core.testing.checkpoints`: small checkpoints with exact values, for tests of formats
@@ -18,28 +18,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_core.reference.tolerance import Expected, expected_output
     from moe_core.testing.cases import Case, conformance_cases
     from moe_core.testing.conformance import ConformanceTests, cases_for, run_case
     from moe_core.testing.data import Inputs, make_inputs, make_weights
-    from moe_core.testing.tolerance import Expected, expected_output
 
-_LAZY = {
-    "Case": "cases",
-    "ConformanceTests": "conformance",
-    "Expected": "tolerance",
-    "Inputs": "data",
-    "cases_for": "conformance",
-    "conformance_cases": "cases",
-    "expected_output": "tolerance",
-    "make_inputs": "data",
-    "make_weights": "data",
-    "run_case": "conformance",
+_HOME_OF = {
+    "Case": "moe_core.testing.cases",
+    "ConformanceTests": "moe_core.testing.conformance",
+    "Expected": "moe_core.reference.tolerance",
+    "Inputs": "moe_core.testing.data",
+    "cases_for": "moe_core.testing.conformance",
+    "conformance_cases": "moe_core.testing.cases",
+    "expected_output": "moe_core.reference.tolerance",
+    "make_inputs": "moe_core.testing.data",
+    "make_weights": "moe_core.testing.data",
+    "run_case": "moe_core.testing.conformance",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -4,8 +4,8 @@ A case is data: what is checked, the layer, the keys, the tokens and a seed; its
 of every factor occurs (budget "small"; of some factors, and of a key pattern, every pair of values), or every pair of
 values of any two factors and every key (budget "full"), in as few cases as a greedy search finds; and layers that are
 large in one way (:data:`_LARGE`), for mistakes that small sizes hide.  What the claims allow but
-:meth:`~moe_core.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a claimed value,
-a case of the check "claims" fails and says so.
+:meth:`~moe_core.interface.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a
+claimed value, a case of the check "claims" fails and says so.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from moe_core.activation import ActivationParams, MoEActivation
-from moe_core.claims import Claims, KeyClaim, expand_key
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.device import DeviceInfo
-from moe_core.environment import TRITON, Environment
 from moe_core.errors import ConfigError
-from moe_core.experts import FusedMoEExperts
-from moe_core.numerics import NumberKind
-from moe_core.quant_key import NAMES, KeyPattern, QuantKey
-from moe_core.routing import RoutingConfig, RoutingMethodType
+from moe_core.interface.claims import Claims, KeyClaim, expand_key
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.spec.activation import ActivationParams, MoEActivation
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import TRITON, Environment
+from moe_core.spec.numerics import NumberKind
+from moe_core.spec.quant_key import NAMES, KeyPattern, QuantKey
+from moe_core.spec.routing import RoutingConfig, RoutingMethodType
 from moe_core.testing.covering import Row, covering_rows
 from moe_core.testing.data import ROUTINGS
 

@@ -12,15 +12,16 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from moe_core.activation import ActivationParams
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
-from moe_core.experts import FusedMoEExperts
-from moe_core.kernel import FusedMoEKernel
-from moe_core.quant_key import QuantKey
-from moe_core.reference import route_pairs
-from moe_core.routing import RoutingMethodType
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.fused_moe import route_pairs
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.spec.activation import ActivationParams
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import Environment
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.routing import RoutingMethodType
+from moe_core.spec.weights import KernelWeights
 from moe_core.testing.cases import Case, routing_of
 from moe_core.testing.diagnosis import compare
 from moe_core.testing.harness import (
@@ -38,11 +39,10 @@ from moe_core.testing.harness import (
     watched_call,
 )
 from moe_core.testing.requantized import computed_with
-from moe_core.weights import KernelWeights
 
 Check = Callable[[type[FusedMoEExperts], Case, Place], None]
 
-#: of larger results the norm alone is compared, see `moe_core.testing.tolerance.Expected.compare`
+#: of larger results the norm alone is compared, see `moe_core.reference.tolerance.Expected.compare`
 _MOST_ELEMENTS = 2**20
 
 
@@ -445,7 +445,7 @@ def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
     watched_call(kernel, problem, 0)
-    from moe_core.workspace import Workspace, workspace_nbytes
+    from moe_core.spec.workspace import Workspace, workspace_nbytes
 
     needed = workspace_nbytes(kernel.workspaces(case.tokens))
     kernel.workspace = Workspace(place.device, torch.empty(needed, dtype=torch.uint8, device=place.device))

@@ -4,13 +4,13 @@
     python -m moe_core.testing.compile gfx950 --package my_package
     python -m moe_core.testing.compile sm80 sm90 gfx950 --cover 2
 
-A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.device.DeviceInfo` and
-yields `moe_core.jit.specimen.Specimen` objects: launches as the host code makes them, on meta tensors.  Every module
-of the named packages (default: core and every package that registers something with it) that defines this function is
-asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails when it
-does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread than its
-specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), leaves a warp
-in two behind an atomic (:mod:`moe_core.testing.reconverged`), gives the memory of a barrier to data
+A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.spec.device.DeviceInfo` and
+yields `moe_core.kernels.launch.example.Specimen` objects: launches as the host code makes them, on meta tensors.  Every
+module of the named packages (default: core and every package that registers something with it) that defines this
+function is asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails
+when it does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread
+than its specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), leaves
+a warp in two behind an atomic (:mod:`moe_core.testing.reconverged`), gives the memory of a barrier to data
 (:mod:`moe_core.testing.barriers`), or may run beside the launch before it and touches memory too early
 (:mod:`moe_core.testing.early_access`).
 
@@ -24,12 +24,10 @@ assembly's metadata.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import multiprocessing
 import os
 import re
@@ -38,15 +36,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError, MoEError
-from moe_core.jit.describe import Value, describe
-from moe_core.jit.specimen import Specimen
+from moe_core.kernels.launch.compile_target import Target, compiling_for, launching, refuse_interpreter
+from moe_core.kernels.launch.describe import Value, describe
+from moe_core.kernels.launch.example import Specimen
 from moe_core.testing.barriers import abandoned_barriers
 from moe_core.testing.compile_cases import backend_specimens
 from moe_core.testing.compile_cover import Launch, choose
@@ -64,96 +62,6 @@ class Usage:
     registers: int
     spills: int
     shared: int
-
-
-@dataclass(frozen=True)
-class Target:
-    """An architecture to compile for."""
-
-    device: DeviceInfo
-
-    @staticmethod
-    def parse(name: str) -> Target:
-        """``sm80`` … ``sm120``, ``gfx942``, ``gfx950``; raises ConfigError for what Triton does not compile for."""
-        device = DeviceInfo.parse(name)
-        if device.kind not in ("cuda", "hip"):
-            raise ConfigError(f"Triton kernels are compiled for NVIDIA and AMD GPUs, not for {name}")
-        return Target(device)
-
-    def gpu_target(self) -> Any:
-        """Triton's name of it."""
-        from triton.backends.compiler import GPUTarget
-
-        if self.device.kind == "cuda":
-            return GPUTarget("cuda", self.device.capability, 32)
-        return GPUTarget("hip", self.device.arch, 64)
-
-
-class _Driver:
-    """Stands in for Triton's driver of a GPU: answers what compiling asks, and has no device."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> str:
-        # Triton keeps compiled kernels by device: a name of its own for each target keeps them apart
-        return str(self.target)
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-
-def refuse_interpreter() -> None:
-    """Raise ConfigError where Triton was told to interpret kernels: there would be nothing to compile."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ConfigError("TRITON_INTERPRET=1 is set: kernels would be interpreted; unset it to compile them")
-
-
-@contextlib.contextmanager
-def _launching(target: Target, start: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, launching a Triton kernel calls ``start(kernel, arguments, keywords)`` in place of a GPU."""
-    refuse_interpreter()
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return start(self, args, kwargs)
-
-    # the property would look for a GPU
-    before, launch = driver._active, JITFunction.run
-    driver.set_active(_Driver(target.gpu_target()))
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = launch
-        driver.set_active(before)
-
-
-@contextlib.contextmanager
-def compiling_for(target: Target, only: Collection[int] | None = None) -> Iterator[list[tuple[str, Any]]]:
-    """Within the block, launching a Triton kernel compiles it for ``target`` and starts nothing.
-
-    Yields a list that receives (kernel name, compiled kernel) of each launch, or of those whose numbers, from 0 in
-    the order of the launches, are in ``only``; the others do nothing.
-    """
-    from triton.runtime.jit import JITFunction
-
-    launch, numbers = JITFunction.run, itertools.count()
-    compiled: list[tuple[str, Any]] = []
-
-    def start(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if only is not None and next(numbers) not in only:
-            return None
-        result = launch(kernel, *arguments, grid=(1,), warmup=True, **keywords)
-        compiled.append((kernel.__name__, result))
-        return result
-
-    with _launching(target, start):
-        yield compiled
 
 
 def usage_of(kernel: Any) -> tuple[int, int]:
@@ -189,7 +97,7 @@ def launches_of(specimen: Specimen, target: Target) -> list[tuple[str, frozenset
     def start(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         found.append((kernel.__name__, describe(kernel, arguments, keywords)))
 
-    with _launching(target, start):
+    with launching(target, start):
         specimen.launch()
     return found
 
@@ -268,7 +176,7 @@ def compile_specimen(
         if running:
             problems.append(
                 f"{where}: {name} has up to {running} products with registers in flight at the end of a loop's step: "
-                "moe_core.jit.wait.wait_for_mma makes them end there"
+                "moe_core.kernels.device.wait.wait_for_mma makes them end there"
             )
         abandoned = abandoned_barriers(ttgir)
         if abandoned:
@@ -293,7 +201,7 @@ def compile_specimen(
 def _too_early(name: str, kernel: Any) -> list[str]:
     """What is wrong with a kernel for NVIDIA that may run beside the launch before it."""
     if not waits(kernel.asm["ptx"]):
-        return ["may run beside the launch before it, and never waits for it: moe_core.jit.pdl.begin_pdl"]
+        return ["may run beside the launch before it, and never waits for it: moe_core.kernels.device.pdl.begin_pdl"]
     arguments = kernel.src.fn.arg_names
     # those in tuples are wrapped
     constants = {

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_core.activation import MoEActivation
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
 from moe_core.errors import MoEError
-from moe_core.experts import ExpertTokensMetadata, FusedMoEExperts
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.jit.launch import Launch, record
-from moe_core.jit.specimen import Specimen
-from moe_core.lora import LoRA, LoRAWeights
-from moe_core.memory import specimen as meta_weights
-from moe_core.ops.quantize import quantize_activation
-from moe_core.quant_key import KeyPattern, QuantKey
-from moe_core.registry import registry
-from moe_core.weights import KernelWeights
+from moe_core.interface.experts import ExpertTokensMetadata, FusedMoEExperts
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.launch.example import Specimen
+from moe_core.kernels.launch.launch import Launch, record
+from moe_core.kernels.ops.quantize import quantize_activation
+from moe_core.selection.memory import specimen as meta_weights
+from moe_core.selection.registry import registry
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import Environment
+from moe_core.spec.lora import LoRA, LoRAWeights
+from moe_core.spec.quant_key import KeyPattern, QuantKey
+from moe_core.spec.weights import KernelWeights
 
 #: name, experts, top-k, hidden size, intermediate size
 LAYERS = (
@@ -238,7 +238,8 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
 def call_on_meta(
     experts: GroupedExperts, tokens: int, *, mapped: bool = False, more_groups: bool = False, codes: bool = False
 ) -> None:
-    """One call on meta tensors: its launches are those of a GPU, and `moe_core.jit.launch.record` collects them.
+    """One call on meta tensors: its launches are those of a GPU, and `moe_core.kernels.launch.launch.record` collects
+    them.
 
     ``more_groups``: rows have one more group of columns than their length says.  ``codes``: hidden states come
     quantised.

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from moe_core.jit.describe import Value
+from moe_core.kernels.launch.describe import Value
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
         experts = MyExperts                     # or "my_package:MyExperts"
 
 in a test file, ``pytest --moe-experts my_package:MyExperts`` without one, or :func:`run_case` for each of
-:func:`cases_for` from anywhere.  The contract that is checked stands in :mod:`moe_core.experts`.
+:func:`cases_for` from anywhere.  The contract that is checked stands in :mod:`moe_core.interface.experts`.
 
 Strided cases vary what a caller may vary: the row strides of hidden states, router weights and ids, and the stride of
 an expert map.  The kernel refuses hidden states whose columns lie apart, and hands contiguous router weights, ids and
@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_core.activation import MoEActivation
-from moe_core.claims import Claims
-from moe_core.device import DeviceInfo
 from moe_core.errors import ConfigError
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.claims import Claims
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.device import DeviceInfo
 from moe_core.testing.cases import Case, conformance_cases
 from moe_core.testing.checks import CHECKS
 from moe_core.testing.harness import PRETENDED, Place

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.activation import MoEActivation
-from moe_core.config import FusedMoEConfig
-from moe_core.lora import LoRAWeights, lora_shapes
-from moe_core.numerics import FP4_E2M1, FP8_E4M3, NumberKind, is_e8m0
-from moe_core.quant_key import QuantKey
-from moe_core.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
-from moe_core.reference import Steps, route_pairs
-from moe_core.skewed_routing import skewed
-from moe_core.weights import MoEWeights
+from moe_core.reference.fused_moe import Steps, route_pairs
+from moe_core.reference.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
+from moe_core.reference.skewed_routing import skewed
+from moe_core.spec.activation import MoEActivation
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.lora import LoRAWeights, lora_shapes
+from moe_core.spec.numerics import FP4_E2M1, FP8_E4M3, NumberKind, is_e8m0
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.weights import MoEWeights
 
 #: how tokens are spread: over all experts; over some, the others idle; all on the same experts; with ids that select
 #: no expert (out of range, or mapped to a number that is no local expert's); with such ids only

@@ -1,8 +1,8 @@
 """Names the mistake that explains a wrong output, where it is one of the usual ones.
 
 Every mistake of :mod:`moe_core.testing.mistakes` is computed for a few tokens, and those that come near the output are
-compared with the whole of it, within the bounds of :mod:`moe_core.testing.tolerance`.  So a mistake is named only where
-a backend that makes it, and nothing else, could have given this output.
+compared with the whole of it, within the bounds of :mod:`moe_core.reference.tolerance`.  So a mistake is named only
+where a backend that makes it, and nothing else, could have given this output.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_core.claims import Claims
 from moe_core.errors import MoEError
-from moe_core.experts import FusedMoEExperts
-from moe_core.reference import fused_moe_reference
+from moe_core.interface.claims import Claims
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.fused_moe import fused_moe_reference
+from moe_core.reference.tolerance import Expected
 from moe_core.testing.data import has_extreme_scales, without_extreme_scales
 from moe_core.testing.harness import Place, Problem, call, make_kernel, one_thread
 from moe_core.testing.matrix_mistakes import MATRIX_MISTAKES, with_float_scales
 from moe_core.testing.mistakes import CALL_MISTAKES, Mistake
 from moe_core.testing.requantized import computed_with
-from moe_core.testing.tolerance import Expected
 
 MISTAKES: tuple[Mistake, ...] = (*CALL_MISTAKES, *MATRIX_MISTAKES)
 #: tokens on which every mistake is computed

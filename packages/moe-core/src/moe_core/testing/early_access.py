@@ -1,8 +1,9 @@
 """Looks in PTX for what a kernel does in global memory before it has waited for the launch before it.
 
-With programmatic dependent launch (:mod:`moe_core.jit.pdl`) a kernel's first programs run while the launch before it
-still does.  Before `griddepcontrol.wait` they may read what is older than that launch, and write what it neither reads
-nor writes; :data:`ALLOWED` says of each kernel what that is.  The rest is a race, which a test on a GPU rarely shows.
+With programmatic dependent launch (:mod:`moe_core.kernels.device.pdl`) a kernel's first programs run while the launch
+before it still does.  Before `griddepcontrol.wait` they may read what is older than that launch, and write what it
+neither reads nor writes; :data:`ALLOWED` says of each kernel what that is.  The rest is a race, which a test on a GPU
+rarely shows.
 
 All paths from the entry are followed as far as the wait, those that end without one too: their programs rely on the
 wait of another.  The registers of an address lead back to the kernel's pointers; a number that was loaded from memory
@@ -38,7 +39,7 @@ _OF_GEMV = frozenset({"row_args", "b_args"})
 ALLOWED: Mapping[str, Allowed] = {
     # gemm2, whose epilogue has the activation "": what is before it has waited for the sort
     "grouped_gemm_kernel": Allowed(frozenset({"schedule", "b_args"}), where=(("epilogue", 4), "")),
-    # routing is from before gemm1; the zeros are `moe_core.gemm.finalize.store_zeros`
+    # routing is from before gemm1; the zeros are `moe_core.kernels.gemm.tiles.finalize.store_zeros`
     "gemv_kernel": Allowed(_OF_GEMV, frozenset({"result"}), _SECOND),
     "gemv_mma_kernel": Allowed(_OF_GEMV, frozenset({"result"}), _SECOND),
     "scaled_gemv_kernel": Allowed(_OF_GEMV, where=_SECOND),

@@ -10,14 +10,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from moe_core.config import FusedMoEConfig
-from moe_core.device import DeviceInfo
-from moe_core.gemm.gemv import GemvLayer
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.quant_key import QuantKey
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.gemv.plan import GemvLayer
+from moe_core.reference.tolerance import expected_output
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.tolerance import expected_output
-from moe_core.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.claims import Claims
-from moe_core.config import FusedMoEActivationFormat
-from moe_core.device import DeviceInfo
-from moe_core.experts import FusedMoEExperts
-from moe_core.kernel import FusedMoEKernel
-from moe_core.lora import LoRA, LoRAWeights
-from moe_core.prepare_finalize import (
-    BatchedPrepareAndFinalize,
-    FusedMoEPrepareAndFinalizeModular,
-    Pending,
-    Prepared,
-)
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
-from moe_core.routing import route
+from moe_core._support.async_result import Pending
+from moe_core.interface.claims import Claims
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Prepared
+from moe_core.parallel.prepare_finalize.batched import BatchedPrepareAndFinalize
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.reference.tolerance import Expected, expected_output, yardstick_dtype
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.spec.config import FusedMoEActivationFormat
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.lora import LoRA, LoRAWeights
+from moe_core.spec.routing import route
+from moe_core.spec.weights import MoEWeights
+from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights
-from moe_core.testing.tolerance import Expected, expected_output, yardstick_dtype
-from moe_core.weights import MoEWeights
-from moe_core.workspace import Workspace, workspace_nbytes
 
 #: bytes that scratch memory and outputs hold before a call: as floats NaN, and huge but finite values
 POISONS = {"NaN": 0xFF, "huge values": 0x7B}

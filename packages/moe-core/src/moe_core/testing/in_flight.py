@@ -1,6 +1,6 @@
 """Looks in Triton's GPU code for products that read registers longer than the step of the loop that filled them.
 
-See :mod:`moe_core.jit.wait`; the text is that of Triton 3.6 to 3.9.
+See :mod:`moe_core.kernels.device.wait`; the text is that of Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations

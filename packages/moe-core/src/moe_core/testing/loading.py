@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_core.backend import checked_experts, reason_against_class
 from moe_core.errors import ConfigError, MoEError, did_you_mean
-from moe_core.experts import FusedMoEExperts
-from moe_core.plugins import Raised, attempt
-from moe_core.registry import registry
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.plugins.backend import checked_experts, reason_against_class
+from moe_core.plugins.faults import Raised, attempt
+from moe_core.selection.registry import registry
 
 SPELLING = 'experts are named "module:Class", e.g. my_package.experts:MyExperts'
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_core.gemm.gemv import Product
-from moe_core.gemm.heuristics.gemv import GemvConfig
-from moe_core.gemm.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
-from moe_core.gemm.marlin.convert import Converted
-from moe_core.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
-from moe_core.gemm.marlin.weight import Functions, MarlinMatrix
-from moe_core.gemm.plan import TileConfig
-from moe_core.gemm.workspaces import order_workspaces
-from moe_core.ops.sort import sort_pairs
-from moe_core.workspace import Workspace
+from moe_core.kernels.gemm.fragments.convert import Converted
+from moe_core.kernels.gemm.gemv.plan import Product
+from moe_core.kernels.gemm.heuristics.gemv import GemvConfig
+from moe_core.kernels.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
+from moe_core.kernels.gemm.marlin.weight import Functions, MarlinMatrix
+from moe_core.kernels.gemm.plan import TileConfig
+from moe_core.kernels.gemm.tiles.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
+from moe_core.kernels.gemm.workspaces import order_workspaces
+from moe_core.kernels.ops.sort import sort_pairs
+from moe_core.spec.workspace import Workspace
 
 
 def dequantized_by_gemm(

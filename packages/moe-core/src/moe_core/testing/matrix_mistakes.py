@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.config import FusedMoEConfig
-from moe_core.numerics import FP4_E2M1, FP8_E4M3, NumberKind
-from moe_core.quant_key import QuantKey
-from moe_core.quantization import Grid, scale_values
-from moe_core.reference import Steps
+from moe_core.reference.fused_moe import Steps
+from moe_core.reference.quantization import Grid, scale_values
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.numerics import FP4_E2M1, FP8_E4M3, NumberKind
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.weights import MoEWeights
 from moe_core.testing.harness import Problem
 from moe_core.testing.mistakes import Mistake, taken, with_weights
-from moe_core.weights import MoEWeights
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_core.activation import ActivationParams, MoEActivation
 from moe_core.errors import MoEError
-from moe_core.numerics import is_e8m0
-from moe_core.quant_key import (
+from moe_core.spec.activation import ActivationParams, MoEActivation
+from moe_core.spec.numerics import is_e8m0
+from moe_core.spec.quant_key import (
     NAMES,
     QuantKey,
     kFp8Dynamic128Sym,
@@ -25,7 +25,7 @@ from moe_core.quant_key import (
     kInt8DynamicTokenSym,
     kMxfp8Dynamic,
 )
-from moe_core.routing import RoutingConfig, RoutingMethodType, route
+from moe_core.spec.routing import RoutingConfig, RoutingMethodType, route
 from moe_core.testing.harness import Problem
 
 #: the problems that a backend with the mistake may be solving; none where the mistake makes no difference

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional as F
 
-from moe_core.config import FusedMoEConfig
-from moe_core.gemm.heuristics.gemv import GemvPlan
-from moe_core.gemm.plan import TilePlan
-from moe_core.gemm_experts.grouped import GroupedExperts
-from moe_core.kernel import FusedMoEKernel
-from moe_core.prepare_finalize.by_name import default_prepare_finalize
-from moe_core.quant_key import QuantKey
-from moe_core.reference import fused_moe_reference
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
+from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
+from moe_core.reference.fused_moe import fused_moe_reference
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.ensure import ensure
-from moe_core.workspace import Workspace, workspace_nbytes
 
 E = TypeVar("E", bound=GroupedExperts)
 

@@ -3,7 +3,7 @@
     pytest --moe-experts my_package:MyExperts
 
 runs every case of the class; without paths of its own the command runs nothing else.  The options are declared by
-``moe_core_pytest``, which pytest finds by entry point and which loads this module where they are used.
+``moe_core.testing.pytest_options``, which pytest finds by entry point and which loads this module where they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExpertsCollector(pytest.Collector):
     def collect(self) -> Iterator[pytest.Item]:
         """One item per case; a class that can't be tested here is one item that says so."""
         from moe_core.errors import MoEError
-        from moe_core.plugins import Raised, attempt
+        from moe_core.plugins.faults import Raised, attempt
         from moe_core.testing.conformance import cases_for
         from moe_core.testing.loading import load_plugin
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_core.claims import Claims
-from moe_core.config import whole_number
-from moe_core.device import DeviceInfo
-from moe_core.environment import Environment
 from moe_core.errors import ConfigError
-from moe_core.experts import FusedMoEExperts
+from moe_core.interface.claims import Claims
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.spec.config import whole_number
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import Environment
 from moe_core.testing.cases import BUDGETS, Case, KeyPair, activations_of, case_of, expand_keys
 from moe_core.testing.covering import Row
 from moe_core.testing.data import ROUTINGS, SKEWED

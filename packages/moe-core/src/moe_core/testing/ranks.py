@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 #: imported once by the server that ranks are forked from; importing torch takes seconds
-_PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer", "moe_core.testing.ranks"]
+_PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer.layer", "moe_core.testing.ranks"]
 #: what a rank may take to end after all have given their results
 _EXIT_SECONDS = 10
 

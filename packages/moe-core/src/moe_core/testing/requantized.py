@@ -1,6 +1,6 @@
 """What a backend says that it computes with, where that is not exactly what it is given.
 
-See :meth:`moe_core.experts.FusedMoEExperts.requantized` and ``break_ties``.
+See :meth:`moe_core.interface.experts.FusedMoEExperts.requantized` and ``break_ties``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from moe_core.experts import FusedMoEExperts
-from moe_core.numerics import FP4_E2M1
-from moe_core.quant_key import QuantKey
-from moe_core.quantization import scale_values
-from moe_core.reference import Steps
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.reference.fused_moe import Steps
+from moe_core.reference.quantization import scale_values
+from moe_core.spec.numerics import FP4_E2M1
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.weights import MoEWeights, storage_dtypes
 from moe_core.testing.cases import Case
 from moe_core.testing.harness import Place, Problem, make_instance
-from moe_core.weights import MoEWeights, storage_dtypes
 
 
 def computed_with(experts: type[FusedMoEExperts], problem: Problem, place: Place) -> Problem:

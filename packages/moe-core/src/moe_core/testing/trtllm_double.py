@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.activation import ActivationParams, MoEActivation, apply_moe_activation
-from moe_core.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_core.device import DeviceInfo
-from moe_core.environment import TRITON
-from moe_core.experts import FusedMoEExperts
-from moe_core.kernel import FusedMoEKernel
-from moe_core.routing import RoutingConfig, RoutingMethodType, route
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.spec.activation import ActivationParams, MoEActivation, apply_moe_activation
+from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import TRITON
+from moe_core.spec.routing import RoutingConfig, RoutingMethodType, route
+from moe_core.spec.weights import MoEWeights
 from moe_core.testing.ensure import ensure
-from moe_core.weights import MoEWeights
 
 BLACKWELL = DeviceInfo.parse("sm100")
 _PARAMETERS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")

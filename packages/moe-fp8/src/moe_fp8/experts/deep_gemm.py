@@ -38,7 +38,7 @@ from moe_core import (
     kMxfp8Static,
     make_quant_config,
 )
-from moe_core.libraries_api import (
+from moe_core.api.libraries import (
     activate_and_quantize,
     align_pairs,
     align_workspaces,

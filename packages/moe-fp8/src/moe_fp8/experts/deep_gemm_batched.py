@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from moe_core import ExpertTokensMetadata, FusedMoEActivationFormat, KernelWeights, WorkspaceSpec
-from moe_core.libraries_api import activate_and_quantize, quantize_activation
+from moe_core.api.libraries import activate_and_quantize, quantize_activation
 from torch import Tensor
 
 from moe_fp8.experts.deep_gemm import TILE, DeepGemmFp8BlockExperts, recipe

@@ -1,6 +1,6 @@
 """FlashInfer's `cutlass_fused_moe`: per-tensor FP8 with static activations, and block FP8 on sm_90.
 
-The call and its layout are those of `moe_core.libraries.flashinfer_cutlass`.  Per tensor
+The call and its layout are those of `moe_core.kernels.libraries.flashinfer_cutlass`.  Per tensor
 
 - x is quantised before the call
 - rows of gate and up (each by itself) and columns of w2 are padded with zeros to what the TMA can address
@@ -26,8 +26,8 @@ from moe_core import (
     kFp8StaticTensorSym,
     make_quant_config,
 )
-from moe_core.experts_api import quantize_tensor
-from moe_core.libraries_api import (
+from moe_core.api.experts import quantize_tensor
+from moe_core.api.libraries import (
     FlashInferCutlassExperts,
     cutlass_claims,
     pad_matrices,

@@ -1,7 +1,7 @@
 """FlashInfer's TRTLLM kernels for FP8 weights on the sm_100 family.
 
 Three kinds of scales: per tensor with static activations, block FP8, MXFP8.  The call is that of
-`moe_core.libraries.trtllm_experts`, the layouts are those of `moe_core.libraries.trtllm_layout`:
+`moe_core.kernels.libraries.trtllm_experts`, the layouts are those of `moe_core.kernels.libraries.trtllm_layout`:
 
     per tensor  rows in turns and shuffled for a tile of 128, sizes padded to multiples of 128
     block       up rows, then gate rows; shuffled for a tile of 64, in blocks of 128 columns; scales not shuffled
@@ -32,7 +32,7 @@ from moe_core import (
     kMxfp8Static,
     make_quant_config,
 )
-from moe_core.libraries_api import (
+from moe_core.api.libraries import (
     TRTLLM_MAX_LOCAL_EXPERTS,
     TRTLLM_ROUTING_METHODS,
     TrtLlmExperts,

@@ -1,8 +1,9 @@
 """Marlin-class kernels: e4m3 weights, repacked at load, with 16-bit (or float32) activations, or with quantised ones.
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP8
-hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.  Quantised activations are dequantised at once, and
-meet the weights as numbers of bfloat16 (`moe_core.gemm.qdq`): for GPUs that multiply no FP8.
+hardware is needed (sm_80 and newer): see ``moe_core.kernels.gemm.marlin``.  Quantised activations are dequantised at
+once, and meet the weights as numbers of bfloat16 (`moe_core.kernels.gemm.as_stored.qdq`): for GPUs that multiply no
+FP8.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Static,
 )
-from moe_core.experts_api import MarlinExperts
+from moe_core.api.experts import MarlinExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Converted, GemvFunctions, MarlinMatrix
+    from moe_core.api.kernels import Converted, GemvFunctions, MarlinMatrix
 
 _BLOCKS = (GroupShape(128, 128), GroupShape(64, 128), GroupShape(64, 64), GroupShape(128, 64))
 _BLOCK_SCALES = (torch.float32, torch.uint8)

@@ -6,7 +6,7 @@ On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere th
 scales that are e8m0 exponents become float32.  A call is: sort the (token, expert) pairs and quantise x; gemm1, bias,
 activation and quantisation; gemm2 and router weight; sum over top-k.  On sm_90, with many rows per expert, both GEMMs
 are a warp-specialised kernel of their own (``kernels/hopper_blockwise.py``), and a few tokens that hardly share an
-expert are not sorted (`moe_core.gemm.scaled_gemv`).
+expert are not sorted (`moe_core.kernels.gemm.gemv.scaled`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from moe_core import (
     kFp8Static128BlockSym,
     make_quant_config,
 )
-from moe_core.experts_api import WHOLE_COLUMNS, LayerProblem, ScaledGemvExperts
+from moe_core.api.experts import WHOLE_COLUMNS, LayerProblem, ScaledGemvExperts
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ActivationScheme, GemmWeight
+    from moe_core.api.kernels import ActivationScheme, GemmWeight
 
 _WIDE_BLOCKS = (GroupShape(128, 128), GroupShape(64, 128))
 _NARROW_BLOCKS = (GroupShape(64, 64), GroupShape(128, 64))
@@ -52,7 +52,7 @@ def _float32(scale: Tensor) -> Tensor:
 
 
 class TritonFp8BlockExperts(ScaledGemvExperts):
-    """Block FP8 through the grouped GEMM of ``moe_core.gemm``."""
+    """Block FP8 through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "scaled_mm"
     #: two scales per tile of columns beside two accumulators, where blocks are narrower than tiles
@@ -103,7 +103,7 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
         return shape.row, shape.col
 
     def vector_groups(self) -> tuple[Any, int]:
-        from moe_core.kernel_api import quantize_group
+        from moe_core.api.kernels import quantize_group
 
         return quantize_group, self.block_shape[1]
 

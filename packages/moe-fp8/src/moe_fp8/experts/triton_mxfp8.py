@@ -27,7 +27,7 @@ from moe_fp8.experts.marlin import MarlinE4M3Experts
 
 if TYPE_CHECKING:
     from moe_core import KernelWeights
-    from moe_core.kernel_api import ActivationScheme
+    from moe_core.api.kernels import ActivationScheme
 
 
 class TritonMxfp8Experts(MarlinE4M3Experts):
@@ -57,6 +57,6 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
         return False
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.kernel_api import as_stored_scheme
+        from moe_core.api.kernels import as_stored_scheme
 
         return as_stored_scheme(self.activation_key, None, torch.bfloat16)

@@ -3,7 +3,7 @@
 On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them; gate
 and up keep scales of their own.  Activations have one scale per token, one for all (both found at run time) or one per
 expert (static).  Standard and batched format.
-``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
+``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from moe_core import (
     kFp8StaticTensorSym,
     make_quant_config,
 )
-from moe_core.experts_api import ScaledMMExperts
+from moe_core.api.experts import ScaledMMExperts
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ScaledMMFunctions
+    from moe_core.api.kernels import ScaledMMFunctions
 
 _WEIGHTS = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 _ACTIVATIONS = (kFp8DynamicTokenSym, kFp8DynamicTensorSym, kFp8StaticTensorSym)
 
 
 class TritonFp8Experts(ScaledMMExperts):
-    """FP8 per tensor or channel through the grouped GEMM of ``moe_core.gemm``."""
+    """FP8 per tensor or channel through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     #: LoRA deltas added beside two accumulators (most: sm90, 624); rows that 16-byte copies cannot reach
     accepted_spills = (640, 640)
@@ -78,6 +78,6 @@ class TritonFp8Experts(ScaledMMExperts):
 
     @property
     def functions(self) -> ScaledMMFunctions:
-        from moe_core.kernel_api import E4M3
+        from moe_core.api.kernels import E4M3
 
         return E4M3

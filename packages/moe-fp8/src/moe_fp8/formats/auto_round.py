@@ -32,7 +32,7 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
 )
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, is_auto_rounds, short
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, is_auto_rounds, short
 
 from moe_fp8.formats.fp8_layout import Fp8Storage
 

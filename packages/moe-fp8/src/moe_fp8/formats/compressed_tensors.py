@@ -32,7 +32,7 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
 )
-from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
+from moe_core.api.formats import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from moe_core import GroupShape, is_e8m0, kFp8Dynamic128Sym, kFp8StaticTensorSym, kMxfp8Dynamic
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, is_auto_rounds, short
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat, is_auto_rounds, short
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 

@@ -26,7 +26,7 @@ from moe_core import (
     kFp8Static128BlockSym,
     kMxfp8Static,
 )
-from moe_core.format_api import (
+from moe_core.api.formats import (
     INPUT_SCALES,
     ZERO_POINTS,
     Asking,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import PER_TENSOR, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
-from moe_core.format_api import LayerExperts, QuantizedFormat
+from moe_core.api.formats import LayerExperts, QuantizedFormat
 
 from moe_fp8.formats.fp8_block import reason_against_kind
 from moe_fp8.formats.fp8_layout import Fp8Storage, scale_suffix

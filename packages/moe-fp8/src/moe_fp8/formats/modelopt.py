@@ -31,7 +31,7 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
 )
-from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
+from moe_core.api.formats import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import kMxfp8Dynamic
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, short
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings, short
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

@@ -22,7 +22,7 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
 )
-from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
+from moe_core.api.formats import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import PER_CHANNEL, kFp8DynamicTokenSym
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat
 
 from moe_fp8.formats.fp8_layout import Fp8Storage
 

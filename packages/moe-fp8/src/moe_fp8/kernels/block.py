@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moe_core.experts_api import TileConfig
-from moe_core.kernel_api import (
+from moe_core.api.experts import TileConfig
+from moe_core.api.kernels import (
     GemmWeight,
     GroupScheme,
     TileFunctions,

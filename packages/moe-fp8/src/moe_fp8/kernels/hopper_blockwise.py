@@ -1,4 +1,5 @@
-"""The k loop of one consumer in `moe_core.gemm.hopper`, with scales by block: 64 rows times two blocks of 128 columns.
+"""The k loop of one consumer in `moe_core.kernels.gemm.sm90.kernel`, with scales by block: 64 rows times two blocks of
+128 columns.
 
 One float32 scale per row and step, and per weight block, whose depth is that of a step: each step's product is added,
 scaled.  a_args = (scales [P, steps], row stride), b_args = (scales [E, rows / block rows, steps], expert stride, row
@@ -7,8 +8,8 @@ stride, rows of a block as a constant).
 
 from __future__ import annotations
 
-from moe_core.hopper_api import HALF, LAYOUT, TILE, free_slot, wait_for_slot
-from moe_core.kernel_api import scale_product
+from moe_core.api.kernels import scale_product
+from moe_core.api.sm90 import HALF, LAYOUT, TILE, free_slot, wait_for_slot
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait

@@ -1,4 +1,4 @@
-"""e4m3 weights as the functions of `moe_core.gemm.marlin`: words of 8-bit codes, widened in registers.
+"""e4m3 weights as the functions of `moe_core.kernels.gemm.marlin`: words of 8-bit codes, widened in registers.
 
 An e4m3 byte shifted into the place of a 16-bit number's exponent is that number times 2^-120 (bfloat16) or 2^-8
 (float16), subnormals included; one multiplication makes it exact, and the same one applies a scale.  Scales are
@@ -20,8 +20,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from moe_core.experts_api import TileConfig
-from moe_core.kernel_api import (
+from moe_core.api.experts import TileConfig
+from moe_core.api.kernels import (
     FEW,
     INTERPRET,
     LOAD_WORDS,
@@ -90,7 +90,8 @@ def _byte(words, scale):
 
 @triton.jit
 def e4m3_values(words, dtype: tl.constexpr, scale=None):
-    """The four numbers of `words` [N, W], as `moe_core.gemm.marlin.dequant.asm_values`; float32 in the interpreter.
+    """The four numbers of `words` [N, W], as `moe_core.kernels.gemm.fragments.dequant.asm_values`; float32 in the
+    interpreter.
 
     Times `scale` [N, W], rounded: pairs of `dtype`, 2^120 (float16: 2^8) times the scale; for float32, and in the
     interpreter, the scale itself.

@@ -1,8 +1,8 @@
 """Marlin-class kernels: int4 weights, repacked at load, with int8 activations (W4A8): standard and batched format.
 
 Activations are quantised and dequantised per token, and meet the codes as numbers of bfloat16: see
-``moe_core.gemm.marlin`` and ``moe_core.gemm.qdq``.  Not with zero points: of rows whose values have one sign, rounding
-to bfloat16 would lose nearly as much as int8 does.
+``moe_core.kernels.gemm.marlin`` and ``moe_core.kernels.gemm.as_stored.qdq``.  Not with zero points: of rows whose
+values have one sign, rounding to bfloat16 would lose nearly as much as int8 does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moe_core import (
     kInt4W4A8StaticChannelSym,
     kInt8DynamicTokenSym,
 )
-from moe_core.experts_api import MarlinIntegerExperts
+from moe_core.api.experts import MarlinIntegerExperts
 from torch import Tensor
 
 from moe_int8.experts.triton_w4a8 import GROUPS
 from moe_int8.layout import pack_unsigned_int4
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Converted
+    from moe_core.api.kernels import Converted
 
 
 class MarlinW4A8Int8Experts(MarlinIntegerExperts):

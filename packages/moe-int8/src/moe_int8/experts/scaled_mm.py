@@ -1,4 +1,5 @@
-"""What W8A8 and W4A8 share on `moe_core.gemm.fused.scaled_mm`: int8 activations, with zero points or without."""
+"""What W8A8 and W4A8 share on `moe_core.kernels.gemm.fused.scaled_mm`: int8 activations, with zero points or
+without."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import torch
 from moe_core import KernelWeights
-from moe_core.experts_api import ScaledMMExperts
+from moe_core.api.experts import ScaledMMExperts
 
 
 class Int8ScaledMMExperts(ScaledMMExperts):

@@ -34,7 +34,7 @@ from moe_core import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.experts_api import Adapters, expert_slices, integer_row_scales, of_expert, quantize_tensor
+from moe_core.api.experts import Adapters, expert_slices, integer_row_scales, of_expert, quantize_tensor
 from torch import Tensor
 
 from moe_int8.exact import scaled_product

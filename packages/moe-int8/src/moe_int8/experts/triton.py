@@ -5,7 +5,7 @@ Not sm_75, whose tensor cores could: Triton 3.6 to 3.9 compiles no product of in
 On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them.
 Activations have one scale per token, one for all (both found at run time) or one per expert (static), and zero points
 per token or per expert; for these, sums of the weights' rows are kept.
-Standard and batched format.  ``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
+Standard and batched format.  ``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_int8.layout import row_sums, scale_and_zero
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ScaledMMFunctions
+    from moe_core.api.kernels import ScaledMMFunctions
 
 _ACTIVATIONS = (
     kInt8DynamicTokenSym,
@@ -54,7 +54,7 @@ _ACTIVATIONS = (
 
 
 class TritonInt8Experts(Int8ScaledMMExperts):
-    """INT8 per channel through the grouped GEMM of ``moe_core.gemm``."""
+    """INT8 per channel through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     #: two int32 accumulators beside scales, zero points and NaN flags (most: Triton 3.6, sm90, without a gate: 328)
     accepted_spills = (424, 424)

@@ -2,7 +2,7 @@
 
 Two codes lie in a byte, which halves what the checkpoint's bytes take, and are unpacked in registers (sm_80 and newer);
 ``kernels/int4.py`` says how.  Activations have one scale per token, and with the asymmetric key a zero point.
-``moe_core.gemm.fused.scaled_mm`` says what a call consists of.
+``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_core import (
     kInt8DynamicTokenSym,
     make_quant_config,
 )
-from moe_core.experts_api import LayerProblem
+from moe_core.api.experts import LayerProblem
 from torch import Tensor
 
 from moe_int8.experts.scaled_mm import Int8ScaledMMExperts
@@ -41,7 +41,7 @@ from moe_int8.layout import group_scales, int4_half, pack_int4, row_sums, scaled
 from moe_int8.sums import sum_reasons
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ScaledMMFunctions
+    from moe_core.api.kernels import ScaledMMFunctions
 
 GROUPS = KeyPattern(
     kInt4W4A8StaticGroup128Sym,

@@ -1,14 +1,14 @@
 """Triton, int8 weights with one scale per output channel, 16-bit activations (W8A16): standard and batched format.
 
 Weights are put into the order in which the registers of the tensor cores hold them when they are converted, and widened
-there (sm_80 and newer): see ``moe_core.gemm.marlin``.
+there (sm_80 and newer): see ``moe_core.kernels.gemm.marlin``.
 """
 
 from __future__ import annotations
 
 import torch
 from moe_core import GATED, NON_GATED, TRITON, Claims, FusedMoEActivationFormat, cuda, kInt8StaticChannelSym
-from moe_core.experts_api import MarlinIntegerExperts
+from moe_core.api.experts import MarlinIntegerExperts
 
 
 class TritonInt8WeightOnlyExperts(MarlinIntegerExperts):

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import QuantKey, kInt8DynamicTokenAsym, kInt8DynamicTokenSym
-from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
+from moe_core.api.formats import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_int8.formats.int8_layout import Int8Storage
 

@@ -25,7 +25,7 @@ from moe_core import (
     kInt4W4A8StaticGroup128Sym,
     kInt8StaticChannelSym,
 )
-from moe_core.format_api import (
+from moe_core.api.formats import (
     INPUT_SCALES,
     ZERO_POINTS,
     Asking,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import kInt8StaticTensorSym
-from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
+from moe_core.api.formats import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_int8.formats.int8_layout import Int8Storage
 

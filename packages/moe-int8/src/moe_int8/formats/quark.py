@@ -19,7 +19,7 @@ from moe_core import (
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
 )
-from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
+from moe_core.api.formats import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_int8.formats.int8_layout import Int8Storage
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import kInt8DynamicTokenSym
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat
 
 from moe_int8.formats.int8_layout import Int8Storage
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import (
+from moe_core.api.kernels import (
     INTERPRET,
     LOAD_PARTS,
     ScaledMMFunctions,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
-from moe_core.kernel_api import (
+from moe_core.api.kernels import (
     E4M3,
     ScaledMMFunctions,
     as_column,

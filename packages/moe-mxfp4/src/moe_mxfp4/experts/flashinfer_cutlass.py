@@ -1,6 +1,6 @@
 """FlashInfer's `cutlass_fused_moe` with MXFP4 weights: bfloat16 activations on sm_90, MXFP8 on the sm_100 family.
 
-The call is that of `moe_core.libraries.flashinfer_cutlass`.  K and N are padded with zeros to multiples of 128.
+The call is that of `moe_core.kernels.libraries.flashinfer_cutlass`.  K and N are padded with zeros to multiples of 128.
 
     sm_90   codes are packed and scales folded as `moe_mxfp4.libraries.hopper_layout` says
     sm_100  codes keep their order, and scales lie in tiles of 128 rows and 4 columns; x is quantised before the call,
@@ -26,7 +26,7 @@ from moe_core import (
     kMxfp8Dynamic,
     make_quant_config,
 )
-from moe_core.libraries_api import (
+from moe_core.api.libraries import (
     FlashInferCutlassExperts,
     by_experts,
     cutlass_claims,

@@ -1,6 +1,7 @@
 """FlashInfer's TRTLLM kernels for MXFP4 weights on the sm_100 family, with bfloat16 or MXFP8 activations.
 
-The call is that of `moe_core.libraries.trtllm_experts`, its layout that of `moe_core.libraries.trtllm_layout`:
+The call is that of `moe_core.kernels.libraries.trtllm_experts`, its layout that of
+`moe_core.kernels.libraries.trtllm_layout`:
 
 - up and gate rows come in turns, shuffled for a tile of 128; float32 biases lie as their rows do
 - scales follow their rows into tiles of 128 rows and 4 columns
@@ -25,7 +26,7 @@ from moe_core import (
     kMxfp8Dynamic,
     make_quant_config,
 )
-from moe_core.libraries_api import (
+from moe_core.api.libraries import (
     TRTLLM_MAX_LOCAL_EXPERTS,
     TRTLLM_ROUTING_METHODS,
     TrtLlmExperts,

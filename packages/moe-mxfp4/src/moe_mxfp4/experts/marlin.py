@@ -1,8 +1,8 @@
 """Marlin-class kernels: e2m1 weights, repacked at load, with 16-bit activations, or with quantised ones.
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP4
-hardware is needed (sm_80 and newer): see ``moe_core.gemm.marlin``.  Quantised activations are dequantised at once, and
-meet the weights as numbers of bfloat16 (`moe_core.gemm.qdq`).
+hardware is needed (sm_80 and newer): see ``moe_core.kernels.gemm.marlin``.  Quantised activations are dequantised at
+once, and meet the weights as numbers of bfloat16 (`moe_core.kernels.gemm.as_stored.qdq`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_core import (
     cuda,
     kMxfp4Static,
 )
-from moe_core.experts_api import MarlinExperts
+from moe_core.api.experts import MarlinExperts
 from torch import Tensor
 
 from moe_mxfp4.keys import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import Converted, GemvFunctions, MarlinMatrix, WordFunctions
+    from moe_core.api.kernels import Converted, GemvFunctions, MarlinMatrix, WordFunctions
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 

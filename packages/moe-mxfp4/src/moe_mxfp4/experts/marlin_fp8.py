@@ -2,7 +2,7 @@
 
 Weights become e4m3 in registers, so that FP8 tensor cores multiply, at twice the rate of 16-bit ones.  Activations have
 one scale per token, found at run time, or one per expert (static).  Standard and batched format.
-``moe_core.gemm.fused.scaled_mm`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
+``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moe_core import (
     kMxfp4Static,
     make_quant_config,
 )
-from moe_core.experts_api import LayerProblem, ScaledMMExperts
+from moe_core.api.experts import LayerProblem, ScaledMMExperts
 
 from moe_mxfp4.scales import LARGEST_E4M3, without_small_groups
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ScaledMMFunctions
+    from moe_core.api.kernels import ScaledMMFunctions
 
 _ACTIVATIONS = (kFp8DynamicTokenSym, kFp8StaticTensorSym)
 

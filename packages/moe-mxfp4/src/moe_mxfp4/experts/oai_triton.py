@@ -37,7 +37,7 @@ from moe_core import (
     kMxfp4Static,
     make_quant_config,
 )
-from moe_core.libraries_api import (
+from moe_core.api.libraries import (
     by_experts,
     fused_activation,
     interleave_halves,

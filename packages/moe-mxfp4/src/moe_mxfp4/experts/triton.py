@@ -2,7 +2,7 @@
 
 Weights are read as stored: the checkpoint's codes become numbers in registers, by plain Triton operations; scales are
 turned once, so that those of a step lie together.  Every key of the scheme, standard and batched format.
-``moe_core.gemm.fused.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
+``moe_core.kernels.gemm.fused.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
 Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where tensor cores
 multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
 """
@@ -29,18 +29,18 @@ from moe_core import (
     kMxfp8Dynamic,
     make_quant_config,
 )
-from moe_core.experts_api import GroupedExperts, LayerProblem, as_words
+from moe_core.api.experts import GroupedExperts, LayerProblem, as_words
 from torch import Tensor
 
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.scales import LARGEST_SCALED, group_scales, has_scaled_units, step_scales, without_small_groups
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ActivationScheme, GemmWeight
+    from moe_core.api.kernels import ActivationScheme, GemmWeight
 
 
 class TritonMxfp4Experts(GroupedExperts):
-    """e2m1 codes that become numbers in registers, through the grouped GEMM of ``moe_core.gemm``."""
+    """e2m1 codes that become numbers in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "as_stored"
     #: scales of each step beside the product; masks of odd sizes
@@ -103,14 +103,14 @@ class TritonMxfp4Experts(GroupedExperts):
         return replace(super().problem, dtype_bytes=4 if self.short_steps else 2, group_size=group_size)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.kernel_api import as_stored_scheme
+        from moe_core.api.kernels import as_stored_scheme
 
         quant = None if weights is None else weights.quant_config
         static = (None, None) if quant is None else (quant.a1_scale, quant.a2_scale)
         return as_stored_scheme(self.activation_key, 4, self.config.dtype, scaled=self.scaled, static=static)
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.kernel_api import SHORT_STEP, STEP, packed_weight
+        from moe_core.api.kernels import SHORT_STEP, STEP, packed_weight
 
         from moe_mxfp4.kernels.e2m1 import e2m1_functions
         from moe_mxfp4.kernels.scaled import SCALED

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.format_api import LayerExperts, QuantizedFormat, auto_round_settings
+from moe_core.api.formats import LayerExperts, QuantizedFormat, auto_round_settings
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 

@@ -26,7 +26,7 @@ from moe_core import (
     kMxfp4DynamicEven,
     kMxfp8Dynamic,
 )
-from moe_core.format_api import LayerExperts, QuantArgs, QuantizedFormat, quant_group
+from moe_core.api.formats import LayerExperts, QuantArgs, QuantizedFormat, quant_group
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.format_api import LayerExperts, QuantizedFormat
+from moe_core.api.formats import LayerExperts, QuantizedFormat
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 

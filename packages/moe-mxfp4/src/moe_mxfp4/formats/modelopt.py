@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import QuantKey, kFp8DynamicTokenSym, kFp8StaticTensorSym, kMxfp4Dynamic, kMxfp8Dynamic
-from moe_core.format_api import INPUT_SCALES, LayerExperts, QuantizedFormat, one_suffix, quant_algo, unknown_algo
+from moe_core.api.formats import INPUT_SCALES, LayerExperts, QuantizedFormat, one_suffix, quant_algo, unknown_algo
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 from moe_core import CheckpointError, QuantKey, kMxfp4Static
-from moe_core.format_api import (
+from moe_core.api.formats import (
     INPUT_SCALES,
     ZERO_POINTS,
     Asking,

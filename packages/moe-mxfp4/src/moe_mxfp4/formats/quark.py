@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_core import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
-from moe_core.format_api import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
+from moe_core.api.formats import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP

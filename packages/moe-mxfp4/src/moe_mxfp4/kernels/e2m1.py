@@ -3,7 +3,7 @@
     weights          int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
     scales           int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
     channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums
-    activations      bfloat16, float16 or float32; see `moe_core.gemm.as_stored`
+    activations      bfloat16, float16 or float32; see `moe_core.kernels.gemm.as_stored`
 
 Numbers and scales are those of `moe_mxfp4.kernels.marlin_e2m1`, made of codes as checkpoints have them; float32 has the
 exponents of bfloat16.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from moe_core import QuantKey, kFp8Dynamic128Sym
-from moe_core.kernel_api import (
+from moe_core.api.kernels import (
     INTERPRET,
     LOAD_WORDS,
     SCALE_ACC_TOKENS,

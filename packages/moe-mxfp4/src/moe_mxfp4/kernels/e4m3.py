@@ -1,8 +1,9 @@
 """e2m1 weights that become e4m3 in registers, for products with e4m3 activations.
 
-    words     int32 [E, steps, rows, words of 128 columns] in the order of `moe_core.gemm.marlin.words` ("e4m3")
-    scales    float32 [E, rows, 1], powers of two that multiply finished sums
-    powers    int32 [E, steps, rows], a byte for each of a step's four groups: its scale over the row's largest, times
+    words     int32 [E, steps, rows, words of 128 columns] in the order of
+    `moe_core.kernels.gemm.fragments.fragment_order` ("e4m3") scales    float32 [E, rows, 1], powers of two that
+    multiply finished sums powers    int32 [E, steps, rows], a byte for each of a step's four groups: its scale over the
+    row's largest, times
               2^11, as an exponent of 0 to 11
 
 The magnitudes of a group's codes, times its scale, are eight bytes of e4m3: two additions of exponents make them, a
@@ -16,7 +17,7 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import (
+from moe_core.api.kernels import (
     E4M3,
     FEW,
     INTERPRET,
@@ -103,7 +104,8 @@ def widened(words, power):
 
 @triton.jit
 def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `moe_core.gemm.scaled_mm.open_weights`; B ends with (powers, their stride per expert and per step)."""
+    """As `moe_core.kernels.gemm.tiles.scaled_mm.open_weights`; B ends with (powers, their stride per expert and per
+    step)."""
     state = open_weights(b_args[:8], expert, half, n, N, BLOCK_N)
     powers, power_e, power_k = b_args[8:]
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)

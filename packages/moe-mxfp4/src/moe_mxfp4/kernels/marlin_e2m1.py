@@ -1,4 +1,4 @@
-"""e2m1 weights as the functions of `moe_core.gemm.marlin`: widened in registers.
+"""e2m1 weights as the functions of `moe_core.kernels.gemm.marlin`: widened in registers.
 
 A code in the place of a 16-bit number's sign, last exponent bits and first mantissa bit is that number times 2^-126
 (bfloat16) or 2^-14 (float16), subnormals included; one multiplication makes it exact and applies the scale.
@@ -17,8 +17,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from moe_core.experts_api import TileConfig
-from moe_core.kernel_api import (
+from moe_core.api.experts import TileConfig
+from moe_core.api.kernels import (
     INTERPRET,
     LOAD_WORDS,
     GemvFunctions,
@@ -112,7 +112,7 @@ def _interpreted(words, scale):
 
 @triton.jit
 def e2m1_bytes(words, dtype: tl.constexpr):
-    """Twice the numbers of words, plus 64, for `moe_core.gemm.marlin.integer_dot`."""
+    """Twice the numbers of words, plus 64, for `moe_core.kernels.gemm.fragments.integer_dot`."""
     if INTERPRET:
         v = _interpreted(words, 2.0)
         even = (v[0] + v[4] * 256 + v[1] * 65536).to(tl.int32) + (v[5].to(tl.int32) << 24)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moe_core.kernel_api import INTERPRET, TileFunctions, open_blocks, open_groups, scale_acc_channels, weight_tile
+from moe_core.api.kernels import INTERPRET, TileFunctions, open_blocks, open_groups, scale_acc_channels, weight_tile
 
 #: columns that share a scale
 GROUP = tl.constexpr(32)

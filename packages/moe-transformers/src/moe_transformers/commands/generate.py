@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from moe_core import Checkpoint
-from moe_core.command_api import duration, emit, progress, seconds_since
+from moe_core.api.commands import duration, emit, progress, seconds_since
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from moe_core import CheckpointError, ConfigError, MoEError
-from moe_core.command_api import activation_key_of, bytes_text, device_of, dtype_of, duration, seconds_since
+from moe_core.api.commands import activation_key_of, bytes_text, device_of, dtype_of, duration, seconds_since
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -22,8 +22,8 @@ from moe_transformers.blocks import experts_modules
 from moe_transformers.commands.memory import peak_memory, reset_peak_memory
 from moe_transformers.experts import MoeCoreExperts
 from moe_transformers.interface import IMPLEMENTATION
-from moe_transformers.loading import loading
 from moe_transformers.missing import refuse_missing_experts
+from moe_transformers.model_loading import loading
 
 
 @dataclass(frozen=True)

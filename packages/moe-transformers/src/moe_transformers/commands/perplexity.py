@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from moe_core import Checkpoint, CheckpointError, ConfigError
-from moe_core.command_api import duration, emit, progress, seconds_since
-from moe_transformers_cli import check_windows as _check
+from moe_core.api.commands import duration, emit, progress, seconds_since
+from moe_transformers.command_line import check_windows as _check
 from torch import Tensor
 from transformers import AutoConfig
 

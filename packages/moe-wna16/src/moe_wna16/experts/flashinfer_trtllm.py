@@ -1,6 +1,7 @@
 """FlashInfer's TRTLLM kernel for int4 weights in groups of 32 ("MXINT4") on the sm_100 family.
 
-The call is that of `moe_core.libraries.trtllm_experts`, its layout that of `moe_core.libraries.trtllm_layout`:
+The call is that of `moe_core.kernels.libraries.trtllm_experts`, its layout that of
+`moe_core.kernels.libraries.trtllm_layout`:
 
 - codes are signed; up and gate rows come in turns, shuffled for a tile of 128, in blocks of 128 bytes (256 columns)
 - scales are bfloat16, and follow their rows into tiles of 128 rows and 4 columns
@@ -23,7 +24,7 @@ from moe_core import (
     kInt4Static32,
     make_quant_config,
 )
-from moe_core.libraries_api import (
+from moe_core.api.libraries import (
     TRTLLM_MAX_LOCAL_EXPERTS,
     TRTLLM_ROUTING_METHODS,
     TrtLlmExperts,

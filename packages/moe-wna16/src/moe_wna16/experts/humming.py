@@ -38,7 +38,7 @@ from moe_core import (
     cuda,
     make_quant_config,
 )
-from moe_core.libraries_api import fused_activation, gather_rows, reduce_pairs, sort_pairs, sort_workspaces
+from moe_core.api.libraries import fused_activation, gather_rows, reduce_pairs, sort_pairs, sort_workspaces
 from torch import Tensor
 
 from moe_wna16.keys import BASES, GROUPS

@@ -1,7 +1,7 @@
 """Marlin-class kernels: INT4 and INT8 codes in groups, repacked at load, with 16-bit activations.
 
 Codes are put into the order in which the registers of the tensor cores hold them, and widened there: see
-``moe_core.gemm.marlin``.  With an activation order, columns are put in the order of their groups at load, and
+``moe_core.kernels.gemm.marlin``.  With an activation order, columns are put in the order of their groups at load, and
 activations are gathered to match.  e4m3 activations (W4AFP8) are quantised and dequantised: int4 codes and they meet as
 numbers of bfloat16.
 """
@@ -19,7 +19,7 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kInt4Static,
 )
-from moe_core.experts_api import MarlinIntegerExperts
+from moe_core.api.experts import MarlinIntegerExperts
 
 from moe_wna16.keys import BASES, every_key, in_order
 

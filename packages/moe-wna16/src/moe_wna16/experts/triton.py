@@ -2,8 +2,8 @@
 
 Weights are read as stored: the checkpoint's codes become numbers in registers, by plain Triton operations; scales and
 zero points are turned once, so that those of a group lie together.  Every key of the scheme, standard and batched
-format.  ``moe_core.gemm.fused.layer`` says what a call consists of, ``kernels/codes.py`` how exact its products are.
-e4m3 activations multiply as bfloat16 numbers, which hold them.
+format.  ``moe_core.kernels.gemm.fused.layer`` says what a call consists of, ``kernels/codes.py`` how exact its products
+are. e4m3 activations multiply as bfloat16 numbers, which hold them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from moe_core import (
     kInt4Static,
     make_quant_config,
 )
-from moe_core.experts_api import GroupedExperts, LayerProblem, as_words
+from moe_core.api.experts import GroupedExperts, LayerProblem, as_words
 from torch import Tensor
 
 from moe_wna16.keys import BASES, every_key, in_order
 from moe_wna16.layout import arranged_groups, by_group, zero_points
 
 if TYPE_CHECKING:
-    from moe_core.kernel_api import ActivationScheme, GemmWeight
+    from moe_core.api.kernels import ActivationScheme, GemmWeight
 
 #: columns that rows of activations are padded to a multiple of
 _STEP = 128
 
 
 class TritonWNA16Experts(GroupedExperts):
-    """Codes that become numbers in registers, through the grouped GEMM of ``moe_core.gemm``."""
+    """Codes that become numbers in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "as_stored"
     #: four groups of a step, each with a product of its own; on sm100 beside zero points 304
@@ -133,7 +133,7 @@ class TritonWNA16Experts(GroupedExperts):
         return replace(super().problem, dtype_bytes=dtype_bytes, group_size=self.group_size, permuted=self.permuted)
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        from moe_core.kernel_api import as_stored_scheme
+        from moe_core.api.kernels import as_stored_scheme
 
         quant, key = None if weights is None else weights.quant_config, self.weight_key
         return as_stored_scheme(
@@ -145,7 +145,7 @@ class TritonWNA16Experts(GroupedExperts):
         )
 
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        from moe_core.kernel_api import SHORT_STEP, STEP, packed_weight
+        from moe_core.api.kernels import SHORT_STEP, STEP, packed_weight
 
         from moe_wna16.kernels.codes import code_functions
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat, auto_round_settings
 
 from moe_wna16.formats.awq_packing import AwqPacking
 from moe_wna16.formats.gptq_packing import GptqPacking, ZeroPoints

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.format_api import LayerExperts, QuantizedFormat, gptq_settings
+from moe_core.api.formats import LayerExperts, QuantizedFormat, gptq_settings
 
 from moe_wna16.formats.awq_packing import AwqPacking
 from moe_wna16.formats.wna16_layout import WNA16Storage

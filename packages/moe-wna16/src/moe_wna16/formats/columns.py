@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from moe_core import CheckpointError
-from moe_core.format_api import LayerExperts
+from moe_core.api.formats import LayerExperts
 from torch import Tensor
 
 from moe_wna16.formats.packing import Packing

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym
-from moe_core.format_api import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
+from moe_core.api.formats import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_wna16.formats.packing import BITS, Packing
 from moe_wna16.formats.row_packing import Int4Quantized, IntQuantized, PackQuantized, StackedPackQuantized

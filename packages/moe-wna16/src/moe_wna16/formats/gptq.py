@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.format_api import LayerExperts, QuantEntries, QuantizedFormat, gptq_settings, quantizers
+from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat, gptq_settings, quantizers
 
 from moe_wna16.formats.gptq_packing import GptqPacking, ZeroPoints
 from moe_wna16.formats.packing import BITS

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.format_api import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
+from moe_core.api.formats import LayerExperts, QuantizedFormat, quant_algo, unknown_algo
 
 from moe_wna16.formats.row_packing import ModelOptPacking
 from moe_wna16.formats.wna16_layout import WNA16Storage

@@ -23,7 +23,7 @@ from moe_core import (
     kInt8Static,
     kInt8StaticAsym,
 )
-from moe_core.format_api import (
+from moe_core.api.formats import (
     INPUT_SCALES,
     Asking,
     Axes,

@@ -5,7 +5,8 @@
     activations   bfloat16, float16 or float32 [rows, K padded], columns in the order of `arrange`
 
 A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made as in
-`moe_core.gemm.marlin.dequant`, by plain operations; `moe_core.gemm.as_stored.tiles` has the order of columns.
+`moe_core.kernels.gemm.fragments.dequant`, by plain operations; `moe_core.kernels.gemm.as_stored.tiles` has the order of
+columns.
 
 Where a row has one scale it multiplies the finished sum, that of a group the group's sum, both in float32.
 Columns in any order have scales of their own: the product of number and scale then enters as a sum of two numbers of
@@ -17,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from moe_core import QuantKey
-from moe_core.kernel_api import (
+from moe_core.api.kernels import (
     INTERPRET,
     LOAD_PARTS,
     SCALE_ACC_TOKENS,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 from moe_core import TensorError
-from moe_core.libraries_api import by_experts
+from moe_core.api.libraries import by_experts
 from torch import Tensor
 
 #: rows and columns of a block

@@ -10,8 +10,8 @@ import torch
 
 from moe_core.checkpoint import Checkpoint, CheckpointFormat, LayerSource, find_layer, read_layer
 from moe_core.errors import CheckpointError
-from moe_core.quant_key import QuantKey
-from moe_core.quantization import dequantize_weight
+from moe_core.reference.quantization import dequantize_weight
+from moe_core.spec.quant_key import QuantKey
 from moe_core.testing.checkpoints.experts import CONFIG, Experts, Tensors
 from moe_core.testing.checkpoints.folders import write
 

@@ -31,8 +31,9 @@ def routed(tensors: Tensors, given: str = "topk") -> Tensors:
 
 def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
     """The output of ``moe run`` on ``inputs``."""
-    from moe_core_cli.main import main
     from safetensors.torch import load_file, save_file
+
+    from moe_core.cli.main import main
 
     save_file(inputs, scratch / "in.safetensors")
     files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]

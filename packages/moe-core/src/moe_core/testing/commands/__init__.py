@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_core_cli.main import main
-
+from moe_core.cli.main import main
 from moe_core.testing.ensure import ensure
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.column_cut import cut_columns
+from moe_core.parallel.shard_plan import cut_columns
 
 
 def check_columns(folder: Path) -> int:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.quantization import dequantize_weight
-from moe_core.registry import Registry
-from moe_core.weights import MoEWeights
+from moe_core.reference.quantization import dequantize_weight
+from moe_core.selection.registry import Registry
+from moe_core.spec.weights import MoEWeights
 
 HEADER = 8
 

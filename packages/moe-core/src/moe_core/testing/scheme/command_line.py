@@ -12,17 +12,17 @@ from typing import ClassVar
 
 import pytest
 import torch
-from moe_core_cli.main import main
 from torch import Tensor
 
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
 from moe_core.cli import _machine
-from moe_core.device import DeviceInfo
-from moe_core.quant_key import key_name
-from moe_core.registry import registry
+from moe_core.cli.main import main
+from moe_core.reference.tolerance import expected_output
+from moe_core.selection.registry import registry
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.quant_key import key_name
 from moe_core.testing.checkpoints import run_refuses
 from moe_core.testing.ensure import ensure
-from moe_core.testing.tolerance import expected_output
 
 INDEX = "model.safetensors.index.json"
 TOKENS = 7

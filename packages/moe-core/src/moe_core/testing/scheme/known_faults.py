@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_core.activation import ActivationParams, MoEActivation
-from moe_core.config import FusedMoEActivationFormat, FusedMoEConfig
-from moe_core.environment import Environment
-from moe_core.experts import FusedMoEExperts
-from moe_core.layer import FusedMoELayer
-from moe_core.quant_key import QuantKey
-from moe_core.reference import fused_moe_reference
-from moe_core.registry import registry
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.layer.layer import FusedMoELayer
+from moe_core.reference.fused_moe import fused_moe_reference
+from moe_core.selection.registry import registry
+from moe_core.spec.activation import ActivationParams, MoEActivation
+from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
+from moe_core.spec.environment import Environment
+from moe_core.spec.quant_key import QuantKey
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
 from moe_core.testing.diagnosis import compare

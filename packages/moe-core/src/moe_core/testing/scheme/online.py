@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from moe_core_cli.main import main
 from torch import Tensor
 
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.config import FusedMoEConfig
+from moe_core.cli.main import main
 from moe_core.errors import CheckpointError, TensorError
-from moe_core.layer import FusedMoELayer
-from moe_core.quantization import dequantize_weight, quantize_moe_weights
-from moe_core.registry import registry
+from moe_core.layer.layer import FusedMoELayer
+from moe_core.reference.quantization import dequantize_weight, quantize_moe_weights
+from moe_core.reference.tolerance import expected_output
+from moe_core.selection.registry import registry
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.weights import MoEWeights
 from moe_core.testing.checkpoints import CONFIG, write
 from moe_core.testing.ensure import ensure
 from moe_core.testing.harness import same_bits
-from moe_core.testing.tolerance import expected_output
-from moe_core.weights import MoEWeights
 
 BLOCK = "model.layers.0.mlp"
 #: experts, hidden size, intermediate size (no whole groups of 128), top-k

@@ -1,0 +1,39 @@
+"""What packages share that bring the experts into whole models, beside the names of :mod:`moe_core` itself.
+
+Such a package loads a model's experts by :func:`load_layers`, and leaves all else to the library that the model belongs
+to.  Before anything big is read it asks what each layer is (:func:`read_layer`, :func:`unquantized_reason`), what would
+run it (:class:`ChosenLayer`) and takes (:func:`moe_core.layer_memory`); what the checkpoint has quantised beside its
+experts it may take in 16 bits (:func:`quantized_linears`), and 16-bit experts in one layout, however they are stored
+(:func:`unquantized_tensor`).  Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+"""
+
+from __future__ import annotations
+
+from moe_core.checkpoint.config.keys import names_experts
+from moe_core.checkpoint.experts.layer_experts import find_layer
+from moe_core.checkpoint.experts.matrices import unquantized_reason
+from moe_core.checkpoint.experts.unquantized import unquantized_tensor
+from moe_core.checkpoint.files.tensor_names import parse_name, predicts_ahead
+from moe_core.checkpoint.linear import QuantizedLinear, quantized_linears
+from moe_core.checkpoint.model import PER_CALL, Given
+from moe_core.checkpoint.source import LayerSource, read_layer
+from moe_core.layer.loading import ChosenLayer, load_layers
+from moe_core.layer.state_dicts import ExpertsForm
+
+__all__ = [
+    "PER_CALL",
+    "ChosenLayer",
+    "ExpertsForm",
+    "Given",
+    "LayerSource",
+    "QuantizedLinear",
+    "find_layer",
+    "load_layers",
+    "names_experts",
+    "parse_name",
+    "predicts_ahead",
+    "quantized_linears",
+    "read_layer",
+    "unquantized_reason",
+    "unquantized_tensor",
+]

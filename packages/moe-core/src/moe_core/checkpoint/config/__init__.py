@@ -1,0 +1,1 @@
+"""A model's config.json: families, keys, quantization settings, routing."""

@@ -1,0 +1,217 @@
+"""Typed reads from config.json, under the names that model families use for the same thing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moe_core.checkpoint.config.families import REQUIRED
+from moe_core.errors import CheckpointError
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
+EXPERT_SIZE = ("moe_intermediate_size", "moe_ffn_hidden_size", "expert_ffn_hidden_size")
+DENSE_SIZE = ("intermediate_size", "ffn_hidden_size")
+HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+# Nemotron's and Kimi K3's latent experts work on a projection of the hidden states, their routers on those themselves
+LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
+ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
+SWIGLU_LIMIT = ("swiglu_limit", "swiglu_limits")
+SWIGLU_ALPHA = ("swiglu_alpha",)
+SITU_BETA = ("activation_situ_beta",)
+SITU_LIMIT = ("activation_situ_linear_beta",)
+SCORING = (
+    "scoring_func",
+    "score_func",
+    "score_function",
+    "moe_router_score_function",
+    "moe_router_activation_func",
+    "expert_selection_fn",
+)
+RENORMALIZE = ("norm_topk_prob", "route_norm", "norm_topk", "moe_renormalize", "norm_expert_weight")
+SCALING = (
+    "routed_scaling_factor",
+    "route_scale",
+    "router_scaling_factor",
+    "moe_router_topk_scaling_factor",
+    "moe_router_scaling_factor",
+    "moe_routed_scaling_factor",
+)
+TOPK_METHOD = ("topk_method",)
+GROUPS = ("n_group", "num_expert_group")
+TOP_GROUPS = ("topk_group",)
+BIAS_SWITCH = ("use_expert_bias", "use_routing_bias", "moe_router_enable_expert_bias")
+WEIGHT_ON_INPUT = ("moe_apply_router_weight_on_input",)
+HASH_LAYERS = ("num_hash_layers",)
+LAYER_KIND = ("mlp_layer_types",)
+
+#: parts of a multi-modal config that may describe the language model
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+
+#: parts of a layer's own entries that describe its experts
+_BLOCK_PARTS = ("ffn", "mlp", "moe")
+_LARGEST = 1 << 24
+
+
+def names_experts(config: Mapping[str, Any]) -> bool:
+    """Whether config.json, or a part of it, says how many experts there are."""
+    blocks = config.get("block_configs")
+    layers = range(len(blocks) if isinstance(blocks, list) else 1)
+    if any(_of_layer(config, layer).get(key) for layer in layers for key in NUM_EXPERTS):
+        return True
+    return any(isinstance(part := config.get(key), dict) and names_experts(part) for key in NESTED)
+
+
+def model_types(config: Mapping[str, Any]) -> Iterator[Any]:
+    """Each ``model_type`` of config.json and of its parts."""
+    yield config.get("model_type")
+    for key in NESTED:
+        if isinstance(part := config.get(key), dict):
+            yield from model_types(part)
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """The entries that describe the language model, and the file that they are from.
+
+    ``layer``: entries that are a list hold one value for each layer.  ``defaults``: what stands for entries that are
+    missing, by the first of their names; null is not missing.  ``types``: each ``model_type`` on the way to them.
+    """
+
+    entries: Mapping[str, Any]
+    file: Path
+    layer: int
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    types: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(config: Mapping[str, Any], file: Path, layer: int, stack: str = "") -> ConfigKeys:
+        """The part of ``config`` that names experts; the whole where none does.
+
+        ``stack``: first part of the names of the layers' tensors ("thinker"); a part of ``config`` may have its name.
+        """
+        holders: list[Mapping[str, Any]] = [config]
+        own = config.get(f"{stack}_config")
+        if isinstance(own, dict):
+            holders.append(own)
+        while not any(key in _of_layer(holders[-1], layer) for key in NUM_EXPERTS):
+            inner = next((holders[-1][key] for key in NESTED if isinstance(holders[-1].get(key), dict)), None)
+            if inner is None:
+                return ConfigKeys(_of_layer(config, layer), file, layer, types=_types([config]))
+            holders.append(inner)
+        return ConfigKeys(_of_layer(holders[-1], layer), file, layer, types=_types(holders))
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> ConfigKeys:
+        return replace(self, defaults=defaults)
+
+    @property
+    def model_type(self) -> str:
+        """The family's name, "" where the file has none; CheckpointError for what is no name."""
+        for value in self.types:
+            if not isinstance(value, str):
+                raise self.error(f"model_type is {_short(value)}, expected a name")
+        return self.types[-1] if self.types else ""
+
+    def stated(self, names: Sequence[str]) -> tuple[str, Any] | None:
+        """(key, value) of the first name that has a value; CheckpointError where two contradict each other."""
+        found = [(name, value) for name in names if (value := self._value(name)) is not None]
+        for name, value in found[1:]:
+            if value != found[0][1]:
+                raise self.error(f"{found[0][0]} is {_short(found[0][1])}, but {name} is {_short(value)}")
+        return found[0] if found else None
+
+    def find(self, names: Sequence[str]) -> tuple[str, Any] | None:
+        """What is stated, or else the default of the first name."""
+        found = self.stated(names)
+        default = self.defaults.get(names[0])
+        if found is not None or default is None or any(name in self.entries for name in names):
+            return found
+        if default is REQUIRED:
+            raise self.error(f"has no {' or '.join(names)}, which models of type {self.model_type} need")
+        return names[0], default
+
+    def integer(self, names: Sequence[str]) -> tuple[str, int]:
+        """(key, value) of a positive integer; CheckpointError where it is missing or something else."""
+        found = self.find(names)
+        if found is None:
+            raise self.error(f"has no {' or '.join(names)}")
+        key, value = found
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+            raise self.error(f"{key} is {_short(value)}, expected a positive integer")
+        return key, value
+
+    def optional_integer(self, names: Sequence[str]) -> int | None:
+        return None if self.find(names) is None else self.integer(names)[1]
+
+    def number(self, names: Sequence[str]) -> float | None:
+        """A finite number."""
+        found = self.find(names)
+        if found is None:
+            return None
+        key, value = found
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+            raise self.error(f"{key} is {_short(value)}, expected a number")
+        return float(value)
+
+    def boolean(self, names: Sequence[str]) -> bool | None:
+        found = self.find(names)
+        if found is None:
+            return None
+        key, value = found
+        if not isinstance(value, bool):
+            raise self.error(f"{key} is {_short(value)}, expected true or false")
+        return value
+
+    def text(self, names: Sequence[str]) -> str | None:
+        found = self.find(names)
+        if found is None:
+            return None
+        key, value = found
+        if not isinstance(value, str):
+            raise self.error(f"{key} is {_short(value)}, expected a name")
+        return value
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {what}")
+
+    def _value(self, name: str) -> Any:
+        value = self.entries.get(name)
+        if isinstance(value, list):
+            return value[self.layer] if self.layer < len(value) else None
+        return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _of_layer(entries: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """``entries`` with those that hold for the layer alone: transformers' ``per_layer_config``, else ``block_configs``.
+
+    The latter are a list of all layers (Nemotron Puzzle), whose experts may have an object of their own.
+    """
+    by_name, blocks = entries.get("per_layer_config"), entries.get("block_configs")
+    here = by_name.get(str(layer)) if isinstance(by_name, dict) else None
+    if here is None and isinstance(blocks, list) and layer < len(blocks):
+        here = blocks[layer]
+    merged = dict(entries)
+    while isinstance(here, dict):
+        merged.update(here)
+        here = next((here[name] for name in _BLOCK_PARTS if isinstance(here.get(name), dict)), None)
+    return merged
+
+
+def _types(holders: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    return tuple(holder["model_type"] for holder in holders if "model_type" in holder)

@@ -1,0 +1,258 @@
+"""What a folder's JSON files say of its quantisation: collected, and refused where they contradict each other.
+
+Tools repeat themselves: in config.json and in a file of their own, in config.json's whole and in its text part, and
+under several names for the same thing.  What one place leaves out is taken from another; places that say different
+things are refused, both named, for whichever was believed, the other may be what the tensors are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_core._support.strict_json import load_object
+from moe_core.checkpoint.config.keys import NESTED
+from moe_core.checkpoint.config.quant_args import LONGEST_NAME, short
+from moe_core.errors import CheckpointError
+
+#: entries of config.json that hold a tool's settings
+_IN_CONFIG = ("quantization_config", "compression_config")
+#: files beside it, the entry that holds the settings (None: the file itself), and the tool of a file that names none
+_BESIDE = (
+    ("hf_quant_config.json", "quantization", "modelopt"),
+    ("quantize_config.json", None, "gptq"),
+    ("quant_config.json", None, "awq"),
+    ("quantization_config.json", None, None),
+)
+
+Entries = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One JSON object about quantisation and where it stands ("config.json: quantization_config")."""
+
+    where: str
+    entries: Entries
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def tool(value: object) -> object:
+    """The tool that a ``quant_method`` names: variants of one tool ("modelopt_mixed", "intel/auto-round") are alike."""
+    name = _lower(value)
+    if not isinstance(name, str):
+        return name
+    return "modelopt" if name.split("_")[0] == "modelopt" else name.removeprefix("intel/")
+
+
+def _negated(value: object) -> object:
+    return not value if isinstance(value, bool) else value
+
+
+def _stated(value: object) -> object:
+    """JSON without entries that are null or empty: leaving one out says the same."""
+    if isinstance(value, dict):
+        kept = {key: _stated(one) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if one is not None and one != {}}
+    return [_stated(one) for one in value] if isinstance(value, list) else value
+
+
+def _packing(value: object) -> object:
+    """How AutoRound lays tensors out, whichever kernel the name recommends beside."""
+    name = _lower(value)
+    if not isinstance(name, str):
+        return name
+    name = name.replace("-", "_")
+    if name == "auto":
+        return None
+    return next((kind for kind in ("awq", "gptq", "llm_compressor") if kind in name), name.partition(":")[0])
+
+
+def quantizers(value: object) -> list[str] | None:
+    """The tools that ``meta`` says wrote the file, without their versions."""
+    names = value.get("quantizer") if isinstance(value, dict) else None
+    listed = names if isinstance(names, list) else [names]
+    return sorted({name.partition(":")[0] for name in listed if isinstance(name, str)}) or None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that is said, under any of several names.
+
+    ``names``: name -> the value's meaning, in which all that say it must agree (None: it says nothing);
+    ``tools``: those in whose settings the names mean this, all where empty; ``but``: those in whose they do not.
+    """
+
+    names: Mapping[str, Callable[[object], object]]
+    tools: frozenset[str] = field(default=frozenset())
+    but: frozenset[str] = field(default=frozenset())
+
+    def holds_for(self, name: object) -> bool:
+        """Whether the names mean this in the settings of the tool."""
+        return (not self.tools or name in self.tools) and name not in self.but
+
+
+def _fact(*names: str, means: Callable[[object], object] = _same, tools: Sequence[str] = ()) -> Fact:
+    return Fact(dict.fromkeys(names, means), frozenset(tools))
+
+
+#: beside another tool's ``quant_method``: the algorithm by which ModelOpt quantised the experts (DeepSeek-V4's)
+OF_EXPERTS = "moe_quant_algo"
+
+#: everything at the top level of a tool's settings that some format reads
+FACTS = (
+    _fact("quant_method", "method", means=tool),
+    _fact("bits", "w_bit", "wbits"),
+    _fact("group_size", "q_group_size"),
+    # in AWQ's settings of some versions of GPTQModel sym is true, whatever zero_point says, which decides
+    Fact(
+        {"sym": _same, "symmetric": _same, "zero_point": _negated, "has_zero_point": _negated}, but=frozenset({"awq"})
+    ),
+    _fact("zero_point", "has_zero_point", tools=("awq",)),
+    _fact("checkpoint_format", "format", means=_lower, tools=("gptq",)),
+    _fact("checkpoint_format", "format", "version", means=_lower, tools=("awq",)),
+    _fact("packing_format", "backend", means=_packing, tools=("auto-round",)),
+    _fact("meta", means=quantizers),
+    *(
+        _fact(name, means=_lower)
+        for name in (
+            *("quant_algo", OF_EXPERTS, "fmt", "scale_fmt", "expert_dtype", "store_dtype"),
+            *("activation_scheme", "data_type", "act_data_type"),
+            *("checkpoint_format", "format", "packing_format", "pack_dtype"),
+        )
+    ),
+    *(_fact(name) for name in ("desc_act", "is_marlin_format", "autoround_version")),
+    *(_fact(name) for name in ("act_bits", "act_group_size", "act_dynamic", "act_sym")),
+    *(
+        _fact(name, means=_stated)
+        for name in (
+            *("weight_block_size", "config_groups", "transform_config", "quantized_layers"),
+            *("dynamic", "extra_config"),
+            *("global_quant_config", "layer_quant_config", "layer_type_quant_config"),
+        )
+    ),
+)
+
+_INTEGERS = ("gptq", "awq", "auto-round")
+_SGLANG = ("w8a8_int8", "w8a8_fp8")
+#: entries that only some tools write: beside the name of another they contradict it
+OWNERS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("quant_algo", "quantized_layers"), ("modelopt",)),
+    **dict.fromkeys(("global_quant_config", "layer_quant_config", "layer_type_quant_config"), ("quark",)),
+    "config_groups": ("compressed-tensors", "modelopt"),
+    "weight_block_size": ("fp8", "mxfp8", "auto-round"),
+    "activation_scheme": ("fp8", "mxfp8", "auto-round", *_SGLANG),
+    **dict.fromkeys(("dynamic", "desc_act", "checkpoint_format"), _INTEGERS),
+    # AutoRound's, in the forms of other tools too
+    **dict.fromkeys(("extra_config", "act_bits", "act_data_type"), (*_INTEGERS, "fp8")),
+}
+_TOOLS = frozenset(name for names in OWNERS.values() for name in names) | {"mxfp4"}
+
+
+def read_quantization(folder: Path, config: Entries) -> dict[str, Any]:
+    """What the folder's JSON files say of its quantisation, as one object; empty where they say nothing.
+
+    Raises CheckpointError for a statement that is no object, and for two that contradict each other.
+    """
+    found = list(_in_config(config))
+    implied: dict[str, Any] = {}
+    for name, part, owner in _BESIDE:
+        path = folder / name
+        # a link to what a download has not brought is there: what it says would be missed
+        if not os.path.lexists(path):
+            continue
+        content, where = load_object(path), name
+        if part is not None:
+            content, where = content.get(part, {}), f"{name}: {part}"
+        found.append(_statement(where, content))
+        if owner is not None:
+            implied.setdefault("quant_method", owner)
+    merged: dict[str, Any] = {}
+    for statement in found:
+        stated = {key: value for key, value in statement.entries.items() if value is not None}
+        merged = {**statement.entries, **merged, **{k: v for k, v in stated.items() if merged.get(k) is None}}
+    if merged.get("quant_method") is None:
+        named = merged.get("method")
+        merged.update({"quant_method": named} if named is not None else implied)
+    method = merged.get("quant_method")
+    if method is not None and (not isinstance(method, str) or len(method) > LONGEST_NAME):
+        raise CheckpointError(f"{folder / 'config.json'}: quant_method is {short(method)}, expected a name")
+    check_statements(folder, found, method)
+    return merged
+
+
+def _in_config(config: Entries, where: str = "config.json: ") -> Iterator[Statement]:
+    for key in _IN_CONFIG:
+        if config.get(key) is not None:
+            yield _statement(f"{where}{key}", config[key])
+    for key in NESTED:
+        inner = config.get(key)
+        if isinstance(inner, dict):
+            yield from _in_config(inner, f"{where}{key}.")
+
+
+def _statement(where: str, content: object) -> Statement:
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where} is a {type(content).__name__}, expected an object")
+    return Statement(where, content)
+
+
+def check_statements(folder: Path, found: Sequence[Statement], method: str | None) -> None:
+    """CheckpointError, naming both, for two of ``found`` that contradict each other.
+
+    ``method``: the ``quant_method`` in force.
+    """
+    named = tool(method)
+    for fact in FACTS:
+        if not fact.holds_for(named):
+            continue
+        first: tuple[str, str, object] | None = None
+        for statement in found:
+            for name, means in fact.names.items():
+                value = statement.entries.get(name)
+                meaning = None if value is None else means(value)
+                if meaning is None:
+                    continue
+                text = f"{statement.where}.{name} is {short(value)}"
+                if first is None:
+                    first = text, type(meaning).__name__, meaning
+                elif (type(meaning).__name__, meaning) != first[1:]:
+                    raise CheckpointError(
+                        f"{folder}: {first[0]}, but {text}: these contradict each other, expected the same in both; "
+                        "correct or remove the one that the tensors are not of"
+                    )
+    if named not in _TOOLS:
+        return
+    # ModelOpt's experts in the model of another tool: its entries are said of these
+    known = {named, "modelopt"} if any(s.entries.get(OF_EXPERTS) is not None for s in found) else {named}
+    for statement in found:
+        for name, owners in OWNERS.items():
+            value = statement.entries.get(name)
+            if value is not None and known.isdisjoint(owners):
+                raise CheckpointError(
+                    f"{folder}: {statement.where}.{name} is {short(value)}, an entry of {' or '.join(owners)}, but "
+                    f"{_where_named(found)} is {method!r}: these contradict each other, expected entries of one tool"
+                )
+
+
+def _where_named(found: Sequence[Statement]) -> str:
+    for statement in found:
+        for name in ("quant_method", "method"):
+            if statement.entries.get(name) is not None:
+                return f"{statement.where}.{name}"
+    return "the tool of the file"
+
+
+def names_method(quant_methods: Sequence[str], method: object) -> bool:
+    """Whether ``quant_methods`` has ``method``, or the tool that it is a variant of ("modelopt_mixed")."""
+    return method in quant_methods or ("modelopt" in quant_methods and tool(method) == "modelopt")

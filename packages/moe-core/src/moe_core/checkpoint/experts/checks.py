@@ -1,0 +1,36 @@
+"""Checks of the tensors of a layer's experts: shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.errors import CheckpointError
+
+
+def check_expert_tensor(
+    layer: LayerExperts,
+    projection: str,
+    suffix: str,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    why: str = "",
+    *,
+    also: Sequence[Sequence[int]] = (),
+) -> None:
+    """CheckpointError unless the projection's tensors, of every expert, have this shape and one of these dtypes.
+
+    ``also``: other shapes of the same values; the message names ``shape`` alone.
+    """
+    name = layer.name(0, projection, suffix)
+    found = layer.shape(projection, suffix)
+    reason = f" ({why})" if why else ""
+    if found not in {tuple(accepted) for accepted in (shape, *also)}:
+        raise CheckpointError(f"{name} has shape {list(found)}, expected {list(shape)}{reason}")
+    if layer.dtype(projection, suffix) not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        stored = layer.dtype(projection, suffix)
+        stated = layer.stored_dtype(projection, suffix) if stored is None else str(stored).removeprefix("torch.")
+        raise CheckpointError(f"{name} has dtype {stated}, expected {expected}{reason}")

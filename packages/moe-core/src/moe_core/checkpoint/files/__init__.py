@@ -1,0 +1,1 @@
+"""The files of a checkpoint folder: safetensors shards, JSON, names of tensors."""

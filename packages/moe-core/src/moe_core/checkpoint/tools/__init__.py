@@ -1,0 +1,1 @@
+"""The quantization configs that each tool writes: one file per tool."""

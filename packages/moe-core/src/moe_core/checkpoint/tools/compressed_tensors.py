@@ -1,0 +1,272 @@
+"""What compressed-tensors' ``quantization_config`` says of one layer's experts.
+
+A config has groups; each names its targets (modules by name, ``re:`` pattern or class) and how their weights and
+input activations are quantised.  ``ignore`` is not looked at: tools write lists that don't fit their files, so whether
+a layer is quantised is read off its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from moe_core.checkpoint.config.patterns import NamePatterns
+from moe_core.checkpoint.config.quant_args import QuantEntries, one_of, short
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import expert_modules
+from moe_core.checkpoint.tools.namings import is_experts_class, under_any_name
+from moe_core.errors import CheckpointError
+
+_TYPES = ("int", "float")
+#: classes that a linear module belongs to, the closest first
+_LINEAR_CLASSES = ("Linear", "Module")
+#: strategies that a group size belongs to
+_GROUPED = ("group", "tensor_group")
+#: orders of columns: with a group for each ("group", also "dynamic"), or undone before the file was written
+_ORDERS = ("group", "dynamic", "weight", "static")
+
+
+@dataclass(frozen=True)
+class QuantArgs:
+    """How one operand is quantised.
+
+    ``strategy``: tensor, channel, group, block, token (or what else the file says); ``group_size`` along K;
+    ``block`` [rows, columns]; ``dynamic``: scales are computed at run time (True), come with the file (False), or both
+    ("local"); ``scale_dtype`` as written ("torch.uint8" for e8m0) or None.
+    """
+
+    type: str
+    num_bits: int
+    strategy: str
+    group_size: int | None
+    block: tuple[int, int] | None
+    symmetric: bool
+    dynamic: bool | str
+    actorder: str | None
+    scale_dtype: str | None
+    where: str = field(compare=False)
+
+    @property
+    def unusual(self) -> str | None:
+        """Why these are not weights as nearly all are, symmetric and static, in one clause."""
+        if self.symmetric and self.dynamic is False:
+            return None
+        found = "asymmetric" if self.dynamic is False else "dynamic"
+        return f"{self.where} is {found}, expected symmetric and static"
+
+    def __str__(self) -> str:
+        size = self.block or self.group_size
+        kind = {False: "static", True: "dynamic"}.get(self.dynamic is True or self.dynamic == "local")
+        return f"{kind} {self.type}{self.num_bits} by {self.strategy}{'' if size is None else f' {size}'}"
+
+
+@dataclass(frozen=True)
+class QuantGroup:
+    """One of the ``config_groups``.  ``inputs`` None: activations stay 16-bit; ``format`` names the tensors' layout."""
+
+    name: str
+    weights: QuantArgs
+    inputs: QuantArgs | None
+    format: str | None
+
+    @property
+    def where(self) -> str:
+        return f"config_groups.{self.name}"
+
+    def reason_against(self, kind: str, bits: Sequence[int], formats: Sequence[str | None]) -> str | None:
+        """Why the weights are not of ``kind`` ("int") with any of ``bits``, kept in any of ``formats``, in one clause.
+
+        ``formats``: those that count; None: a group that names none; messages leave out the older "naive-quantized".
+        """
+        weights = self.weights
+        if weights.type != kind or weights.num_bits not in bits:
+            expected = " or ".join(f"{kind}{count}" for count in bits)
+            return f"{self.where} has {weights.type}{weights.num_bits} weights, expected {expected}"
+        if self.format not in formats:
+            expected = one_of([repr(name) for name in formats if name not in (None, "naive-quantized")])
+            return f"format is {self.format!r}, expected {expected}"
+        return None
+
+    @property
+    def summary(self) -> str:
+        """The weights and activations, and where that is said."""
+        inputs = "16-bit activations" if self.inputs is None else f"{self.inputs} activations"
+        return f"{self.weights} weights with {inputs}: {self.where}"
+
+
+def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:
+    """The group whose targets name the layer's expert modules.
+
+    Exact names win over patterns, patterns over classes.  Where none names a module by its name in the file, names in
+    other namings of the same model are tried (:mod:`moe_core.checkpoint.tools.namings`) before classes.
+
+    Raises CheckpointError where there is no group, a malformed one, for experts or projections of different groups,
+    and for transforms of the experts' inputs or outputs.
+    """
+    return layer.understood(quantization, _quant_group)
+
+
+def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:
+    file = str(layer.checkpoint.path / "config.json")
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{file}: config_groups is {short(groups)}, expected an object with groups")
+    entries = {name: group for name, group in groups.items() if isinstance(group, dict) and group.get("weights")}
+    if not entries:
+        raise CheckpointError(f"{file}: no group of config_groups says how weights are quantised")
+    modules = [module for _, _, module in expert_modules(layer)]
+    _refuse_transforms(QuantEntries(quantization, file), modules, layer)
+    owners = _owners({name: _listed(group) for name, group in entries.items()}, f"{file}: config_groups", layer)
+    chosen: dict[str, str] = {}
+    for module in modules:
+        names = owners(module)
+        if not names:
+            raise CheckpointError(f"{file}: no target of config_groups names {module}")
+        for name in names:
+            chosen.setdefault(name, module)
+    parsed = [_group(name, entries[name], file, quantization) for name in chosen]
+    for name in () if layer.is_linear else chosen:
+        group = QuantEntries(entries[name], f"{file}: config_groups.{name}")
+        if group.part("output_activations") is not None:
+            raise group.error("output_activations", "null: outputs of experts are not quantised here")
+    first = parsed[0]
+    for other in parsed[1:]:
+        if (other.weights, other.inputs, other.format) != (first.weights, first.inputs, first.format):
+            raise CheckpointError(
+                f"{file}: {chosen[first.name]} has {first.weights} weights ({first.where}), {chosen[other.name]} has "
+                f"{other.weights} ({other.where}): {_difference(first, other)}; all matrices of a layer's experts must "
+                "be quantised alike"
+            )
+    return first
+
+
+def _difference(one: QuantGroup, other: QuantGroup) -> str:
+    """What two groups say differently."""
+    for name, mine, theirs in (
+        ("weights", one.weights, other.weights),
+        ("input_activations", one.inputs, other.inputs),
+    ):
+        if mine is None or theirs is None or mine == theirs:
+            if mine != theirs:
+                return f"{name} are {mine or 'not quantised'} and {theirs or 'not quantised'}"
+            continue
+        key = next(part.name for part in fields(mine) if getattr(mine, part.name) != getattr(theirs, part.name))
+        return f"{key} of {name} is {getattr(mine, key)!r} and {getattr(theirs, key)!r}"
+    return f"format is {one.format!r} and {other.format!r}"
+
+
+def _group(name: str, group: Mapping[str, Any], file: str, quantization: Mapping[str, Any]) -> QuantGroup:
+    entries = QuantEntries(group, f"{file}: config_groups.{name}")
+    weights, inputs = entries.part("weights"), entries.part("input_activations")
+    if weights is None:
+        raise entries.error("weights", "an object")
+    own, top = entries.text("format"), QuantEntries(quantization, file).text("format")
+    if own is not None and top not in (None, own, "mixed-precision"):
+        raise CheckpointError(
+            f"{entries.where}.format is {own!r}, but format of the whole is {top!r}: these contradict each other, "
+            "expected the same or 'mixed-precision'"
+        )
+    return QuantGroup(name, _args(weights), None if inputs is None else _args(inputs), own or top)
+
+
+def _args(entries: QuantEntries) -> QuantArgs:
+    # what the tool itself refuses: these have defaults where they are left out, and may not be null
+    for name in ("type", "num_bits", "symmetric", "dynamic"):
+        entries.required(name)
+    kind, group_size = entries.text("type", "int"), entries.integer("group_size", least=-1)
+    if kind is None or kind.lower() not in _TYPES:
+        raise entries.error("type", " or ".join(map(repr, _TYPES)))
+    strategy, block = entries.text("strategy") or _implied_strategy(group_size), entries.block("block_structure")
+    if strategy == "block" and block is None:
+        raise CheckpointError(f"{entries.where}: block_structure is missing for strategy 'block'")
+    for size, fits in (("block_structure", strategy == "block"), ("group_size", strategy in _GROUPED)):
+        if not fits and entries.entries.get(size) not in (None, -1, 0):
+            raise entries.error(size, f"none with strategy {strategy!r}")
+    dynamic = entries.entries.get("dynamic", False)
+    if not isinstance(dynamic, bool) and dynamic != "local":
+        raise entries.error("dynamic", "true, false or 'local'")
+    return QuantArgs(
+        type=kind.lower(),
+        num_bits=entries.integer("num_bits", 8) or 8,
+        strategy=strategy.lower(),
+        group_size=group_size,
+        block=block,
+        symmetric=entries.boolean("symmetric", True),
+        dynamic=dynamic,
+        actorder=_actorder(entries),
+        scale_dtype=entries.text("scale_dtype"),
+        where=entries.where,
+    )
+
+
+def _actorder(entries: QuantEntries) -> str | None:
+    """ "group" (which true is short for), "weight" …; None where columns keep their order."""
+    found = entries.entries.get("actorder")
+    if isinstance(found, bool):
+        return "group" if found else None
+    name = entries.text("actorder")
+    if name is not None and name.lower() not in _ORDERS:
+        raise entries.error("actorder", " or ".join(map(repr, _ORDERS)))
+    return None if name is None else name.lower()
+
+
+def _implied_strategy(group_size: int | None) -> str:
+    """The strategy of arguments that name none."""
+    if group_size is None:
+        return "tensor"
+    return "channel" if group_size == -1 else "group"
+
+
+def _listed(group: Mapping[str, Any], name: str = "targets") -> Sequence[str]:
+    """The names, patterns and classes of modules that a group lists under ``name``."""
+    found = group.get(name)
+    return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
+
+
+def _owners(targets: Mapping[str, Sequence[str]], where: str, layer: LayerExperts) -> Callable[[str], tuple[str, ...]]:
+    """A function: module's name -> the group of ``targets`` that names it best, () where none does.
+
+    As for compressed-tensors, its own name is better than a pattern, a pattern better than its class; of several
+    patterns the first in alphabetical order counts, and a target that several groups state belongs to the last.
+    Experts are one module that holds them all, or linear modules: classes of the former are better.  They may be of
+    several groups, whose settings must agree.
+    """
+    kept = NamePatterns()
+    groups = {target: group for group, listed in targets.items() for target in listed}
+    patterns = [
+        (groups[target], kept.regular(target.removeprefix("re:"), f"{where}.{groups[target]}: the target"))
+        for target in sorted(groups)
+        if target.startswith("re:")
+    ]
+    exact = under_any_name(groups.get, layer)
+    matched = under_any_name(lambda name: next((g for g, pattern in patterns if pattern.match(name)), None), layer)
+    of_class = () if layer.is_linear else tuple(dict.fromkeys(groups[t] for t in groups if is_experts_class(t)))
+    of_class = of_class or tuple(groups[name] for name in _LINEAR_CLASSES if name in groups)[:1]
+
+    def choose(module: str) -> tuple[str, ...]:
+        named = exact(module) or matched(module)
+        return of_class if named is None else (named,)
+
+    return choose
+
+
+def _refuse_transforms(entries: QuantEntries, modules: Sequence[str], layer: LayerExperts) -> None:
+    """CheckpointError where the experts' inputs or outputs are multiplied by a matrix at run time (rotations)."""
+    transforms = entries.part("transform_config")
+    groups = None if transforms is None else transforms.part("config_groups")
+    for name in () if groups is None else groups.entries:
+        group = groups.part(name) if groups is not None else None
+        applied = None if group is None else group.entries.get("apply")
+        for place in applied if isinstance(applied, list) else []:
+            if not isinstance(place, dict) or place.get("location") not in ("input", "output"):
+                continue
+            where = f"{entries.where}: transform_config"
+            owners = _owners({name: _listed(place, "targets")}, where, layer)
+            ignored = _owners({name: _listed(place, "ignore")}, where, layer)
+            found = next((module for module in modules if owners(module) and not ignored(module)), None)
+            if found is not None:
+                raise CheckpointError(
+                    f"{entries.where}: transform_config.config_groups.{name} transforms the {place['location']} of "
+                    f"{found} at run time, which is not computed here: expected no transform of experts"
+                )

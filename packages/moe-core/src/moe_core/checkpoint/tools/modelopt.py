@@ -1,0 +1,99 @@
+"""What ModelOpt's config says of one layer's experts (``hf_quant_config.json``, ``quantization_config``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from moe_core.checkpoint.config.patterns import NamePatterns
+from moe_core.checkpoint.config.quant_args import QuantEntries, one_of, short
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import expert_modules
+from moe_core.checkpoint.tools.namings import under_any_name
+from moe_core.errors import CheckpointError
+
+
+def is_modelopt(quantization: Mapping[str, Any]) -> bool:
+    """Whether ``quant_method`` names ModelOpt ("modelopt", "modelopt_mixed" …)."""
+    return str(quantization.get("quant_method", "")).lower().split("_")[0] == "modelopt"
+
+
+def quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[str, QuantEntries]:
+    """(algorithm in capitals, the entries that came with it) of the layer's experts.
+
+    ``MIXED_PRECISION`` is resolved through ``quantized_layers``, whose entries name modules, blocks or patterns.  The
+    ``config_groups`` that ModelOpt writes too are not looked at: they call every activation static.
+    Raises CheckpointError where nothing is said of the experts, or different things of their projections.
+    """
+    return layer.understood(quantization, _quant_algo)
+
+
+def _quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[str, QuantEntries]:
+    where = str(layer.checkpoint.path / "config.json")
+    entries = QuantEntries(quantization, where)
+    named = entries.text("quant_algo")
+    if named is None:
+        raise entries.error("quant_algo", "an algorithm")
+    layers = entries.part("quantized_layers")
+    if named.upper() != "MIXED_PRECISION":
+        _refuse_other(named.upper(), entries, layers, layer)
+        return named.upper(), entries
+    if layers is None:
+        raise entries.error("quantized_layers", "an object, since quant_algo is MIXED_PRECISION")
+    found: dict[str, QuantEntries] = {}
+    owner = _owners(layers, layer)
+    for _, _, module in expert_modules(layer):
+        key = owner(module)
+        part = None if key is None else layers.part(key)
+        if key is None or part is None:
+            raise CheckpointError(f"{layers.where} names neither {module} nor a part of the model that holds it")
+        algorithm = part.text("quant_algo")
+        if algorithm is None:
+            raise part.error("quant_algo", "an algorithm")
+        found.setdefault(algorithm.upper(), part)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{layers.where}: the experts of {layer.prefix} are quantised by {' and by '.join(sorted(found))}; "
+            "all matrices of a layer's experts must be quantised alike"
+        )
+    return next(iter(found.items()))
+
+
+def _refuse_other(named: str, entries: QuantEntries, layers: QuantEntries | None, layer: LayerExperts) -> None:
+    """CheckpointError where ``quantized_layers`` has another algorithm for the experts than ``quant_algo``."""
+    if layers is None:
+        return
+    owner = _owners(layers, layer)
+    for _, _, module in expert_modules(layer):
+        key = owner(module)
+        part = None if key is None else layers.part(key)
+        algorithm = None if part is None else part.text("quant_algo")
+        if part is not None and algorithm is not None and algorithm.upper() != named:
+            raise CheckpointError(
+                f"{entries.where}: quant_algo is {named}, but {part.where}.quant_algo is {algorithm!r} for {module}: "
+                "these contradict each other, expected the same or MIXED_PRECISION"
+            )
+
+
+def _owners(layers: QuantEntries, layer: LayerExperts) -> Callable[[str], str | None]:
+    """A function: module's name -> the entry of it or of the closest part of the model around it; patterns last.
+
+    Where its name in the file has none, its names in other namings of the model are tried.
+    """
+    kept = NamePatterns()
+    patterns = [(key, kept.wildcard(key, f"{layers.where}: the key")) for key in layers.entries if "*" in key]
+
+    def choose(module: str) -> str | None:
+        name = module
+        while name:
+            if name in layers.entries:
+                return name
+            name = name.rpartition(".")[0]
+        return next((key for key, pattern in patterns if pattern.match(module)), None)
+
+    return under_any_name(choose, layer)
+
+
+def unknown_algo(algorithm: str, known: Collection[str]) -> str:
+    """The reason against an algorithm that is none of those that a format reads."""
+    return f"quant_algo is {short(algorithm)}, expected {one_of(tuple(known))}"

@@ -1,0 +1,91 @@
+"""Names that the same module has in other namings of a model.
+
+Tools state settings by module paths of the model that they quantized, and store tensors under the names of the
+published checkpoint.  The two differ where transformers renames modules while loading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.reader import Checkpoint
+
+T = TypeVar("T")
+
+#: what stands before the layers of the language model
+_STARTS = (
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.text_model.",
+    "backbone.",
+    "",
+)
+#: names of a layer's MoE block
+_BLOCKS = ("mlp", "block_sparse_moe", "mixer", "feed_forward", "ffn", "moe")
+#: names of the same projection of an expert
+_ENDS = (("gate_proj", "w1", "gate_up_proj"), ("up_proj", "w3", "gate_up_proj"), ("down_proj", "w2"))
+
+#: classes of experts that every token takes, which are linear modules here
+_SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
+
+_MODULE = re.compile(r"(?P<start>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+\.)?(?P<end>\w+)")
+_DENSE = re.compile(
+    rf"layers\.\d+\.({'|'.join(_BLOCKS)})\.(?:{'|'.join(dict.fromkeys(end for ends in _ENDS for end in ends))})\."
+)
+
+
+def under_any_name(named: Callable[[str], T | None], layer: LayerExperts) -> Callable[[str], T | None]:
+    """A function of a module's name: ``named`` of it, or else of the first other name of the module that has any.
+
+    Where no other name of an expert's module has any, those of the same module of other experts are not tried: a layer
+    has hundreds of experts and each module hundreds of names.
+    """
+    unnamed: set[str] = set()
+
+    def choose(module: str) -> T | None:
+        found = named(module)
+        siblings = re.sub(r"\.experts\.\d+\.", ".experts.", module)
+        if found is not None or siblings in unnamed:
+            return found
+        found = next((one for name in other_names(module, layer.checkpoint) if (one := named(name)) is not None), None)
+        if found is None:
+            unnamed.add(siblings)
+        return found
+
+    return choose
+
+
+def other_names(module: str, checkpoint: Checkpoint) -> Iterator[str]:
+    """Names of a module of the language model in other namings of it; of an expert's, of the experts as a whole too.
+
+    Blocks that ``checkpoint`` uses for dense layers are other modules, not other names.
+    """
+    match = _MODULE.fullmatch(module)
+    if match is None:
+        return
+    starts = dict.fromkeys((match["start"], *_STARTS))
+    expert = _EXPERT.fullmatch(match["rest"])
+    if expert is None:
+        # layers of a vision tower have numbers too
+        for start in starts if match["start"] in _STARTS else ():
+            yield f"{start}layers.{match['layer']}.{match['rest']}"
+        return
+    ends = dict.fromkeys((expert["end"], *(end for ends in _ENDS if expert["end"] in ends for end in ends)))
+    dense = checkpoint.once(_DENSE, lambda: {found[1] for name in checkpoint.names if (found := _DENSE.search(name))})
+    blocks = dict.fromkeys((expert["block"], *(block for block in _BLOCKS if block not in dense)))
+    for start in starts:
+        for block in blocks:
+            experts = f"{start}layers.{match['layer']}.{block}.experts"
+            yield from (f"{experts}.{expert['expert'] or ''}{end}" for end in ends)
+            yield experts
+
+
+def is_experts_class(name: str) -> bool:
+    """Whether modules of the class hold a layer's routed experts ("Qwen3MoeExperts", "FusedMoE", "RoutedExperts")."""
+    return name.isidentifier() and name.lower().endswith(("experts", "moe")) and name not in _SHARED_EXPERTS

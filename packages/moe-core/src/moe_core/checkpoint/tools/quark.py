@@ -1,0 +1,183 @@
+"""What Quark's ``quantization_config`` says of one layer's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.checkpoint.config.patterns import NamePatterns
+from moe_core.checkpoint.config.quant_args import QuantEntries
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import expert_modules
+from moe_core.checkpoint.tools.namings import is_experts_class, under_any_name
+from moe_core.errors import CheckpointError
+from moe_core.spec.quant_key import (
+    QuantKey,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
+)
+
+#: activations in groups of 32 with e8m0 scales, by ``scale_calculation_mode``: MXFP4 and MXFP8
+_MX_ACTIVATIONS = {
+    "even": (kMxfp4DynamicEven, kMxfp8DynamicEven),
+    "floor": (kMxfp4DynamicDown, kMxfp8DynamicDown),
+}
+
+
+@dataclass(frozen=True)
+class QuarkArgs:
+    """How one operand is quantised.  An entry is read, and refused if it is broken, when it is asked for."""
+
+    entries: QuantEntries
+
+    @property
+    def where(self) -> str:
+        return self.entries.where
+
+    @property
+    def dtype(self) -> str | None:
+        """ "int8", "fp4", "fp8_e4m3" …"""
+        return self.entries.text("dtype")
+
+    @property
+    def is_e4m3(self) -> bool:
+        return self.dtype in ("fp8_e4m3", "fp8")
+
+    @property
+    def scheme(self) -> str | None:
+        """What shares a scale: "per_tensor", "per_channel", "per_group", "per_block", "per_token"."""
+        return self.entries.text("qscheme")
+
+    @property
+    def dynamic(self) -> bool:
+        return self.entries.boolean("is_dynamic")
+
+    @property
+    def symmetric(self) -> bool:
+        return self.entries.boolean("symmetric", True)
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group along K."""
+        return self.entries.integer("group_size")
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """[rows, columns]."""
+        return self.entries.block("block_size")
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension whose channels have scales of their own, from -2."""
+        return self.entries.integer("ch_axis", least=-2)
+
+    @property
+    def exponents(self) -> bool:
+        """Whether scales are e8m0 exponents."""
+        return self.entries.text("scale_format") == "e8m0"
+
+    @property
+    def is_microscaling(self) -> bool:
+        """Whether groups of 32 share an e8m0 exponent (OCP MX)."""
+        return self.scheme == "per_group" and self.group_size == 32 and self.exponents
+
+    @property
+    def mx_activation(self) -> QuantKey | str | None:
+        """The key of dynamic MXFP4 or MXFP8 activations, in one clause why it is not read, None for other types."""
+        if not (self.dynamic and self.is_microscaling and (self.is_e4m3 or self.dtype == "fp4")):
+            return None
+        mode = self.entries.text("scale_calculation_mode", "even")
+        if mode not in _MX_ACTIVATIONS:
+            return f"{self.where}: scale_calculation_mode is {mode!r}, expected 'even' or 'floor'"
+        return _MX_ACTIVATIONS[mode][self.is_e4m3]
+
+    def __str__(self) -> str:
+        size = self.entries.integer("group_size", least=-1)
+        of = "" if size is None else f" of {size}"
+        return f"{self.dtype} {self.scheme}{of} with {self.entries.text('scale_format')} scales"
+
+
+@dataclass(frozen=True)
+class QuarkLayer:
+    """How the experts' linear modules are quantised.  ``inputs`` None: activations stay in 16 bits."""
+
+    where: str
+    weight: QuarkArgs
+    inputs: QuarkArgs | None
+
+
+def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
+    """What is said of the experts' linear modules; or in one clause why no format reads it.
+
+    Weights that are not quantised, and outputs of experts that are, are read by none.
+
+    ``layer_quant_config`` goes by name or pattern ("*", or a regular expression behind "re:"), in any naming of the
+    model, and wins over ``layer_type_quant_config`` (by class, those of experts first) and ``global_quant_config``.
+    ``exclude`` is not looked at: Quark leaves experts out without saying so, therefore the tensors tell whether a layer
+    is quantised.
+    """
+    return layer.understood(quantization, _quark_layer)
+
+
+def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
+    entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
+    found: dict[int, QuantEntries] = {}
+    choose = _chooser(entries, layer)
+    for _, _, module in expert_modules(layer):
+        part = choose(module)
+        found.setdefault(id(part.entries), part)
+    first, *others = found.values()
+    for other in others:
+        if other.entries != first.entries:
+            raise CheckpointError(
+                f"the experts of {layer.prefix} are quantised differently ({first.where} and {other.where}); "
+                "all matrices of a layer's experts must be quantised alike"
+            )
+    weight, inputs = first.part("weight"), first.part("input_tensors")
+    if weight is None:
+        return f"{first.where}: weight is null"
+    # those of a linear layer (of keys, for a cache in FP8) say nothing of its weight
+    if first.part("output_tensors") is not None and not layer.is_linear:
+        return f"{first.where}: output_tensors are quantised, expected null"
+    return QuarkLayer(first.where, QuarkArgs(weight), None if inputs is None else QuarkArgs(inputs))
+
+
+def _chooser(entries: QuantEntries, layer: LayerExperts) -> Callable[[str], QuantEntries]:
+    """A function: module's name -> the entries that hold for it.
+
+    A module's own name is better than one of a part of the model that holds it, and the first pattern that fits; these
+    in another naming of the model are better than its class.
+    """
+    by_name, by_type = entries.part("layer_quant_config"), entries.part("layer_type_quant_config")
+    kept = NamePatterns()
+    keys: list[str] = [] if by_name is None else [key for key in by_name.entries if by_name.entries[key] is not None]
+    where = f"{entries.where}.layer_quant_config: the key"
+    patterns = [
+        (key, kept.regular(key[3:], where) if key.startswith("re:") else kept.wildcard(key, where)) for key in keys
+    ]
+    known = set(keys)
+
+    def matched(module: str) -> str | None:
+        return next((k for k, pattern in patterns if module.startswith(f"{k}.") or pattern.match(module)), None)
+
+    exact = under_any_name(lambda module: module if module in known else None, layer)
+    listed = under_any_name(matched, layer)
+    classes = {} if by_type is None else {key.rpartition(".")[2].removesuffix("'>"): key for key in by_type.entries}
+    of_experts = () if layer.is_linear else tuple(name for name in classes if is_experts_class(name))
+    by_class = next((classes[name] for name in (*of_experts, "Linear") if name in classes), None)
+
+    def choose(module: str) -> QuantEntries:
+        key = exact(module) or listed(module)
+        part = None if by_name is None or key is None else by_name.part(key)
+        if part is None and by_type is not None and by_class is not None:
+            part = by_type.part(by_class)
+        if part is None:
+            part = entries.part("global_quant_config")
+        if part is None:
+            raise entries.error("global_quant_config", "an object")
+        return part
+
+    return choose

@@ -1,0 +1,142 @@
+"""moe explain: which backend runs a layer, or every layer of a checkpoint, and why; also for a GPU that is not here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moe_core.cli import _arguments, _fit, _prepare_finalize, _report
+from moe_core.cli._all_layers import explain_all
+from moe_core.cli._devices import Explained, compare
+from moe_core.cli._fit import fit_lines, fit_of, floor_lines, floors_of, other_bytes, total_floor
+from moe_core.cli._output import emit
+from moe_core.cli._select import select, select_over_ranks
+from moe_core.cli.checks import names_of
+from moe_core.cli.terminal.console import complain
+
+if TYPE_CHECKING:
+    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.selection.memory import LayerMemory
+    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection
+    from moe_core.selection.report import SelectionReport
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit code."""
+    if args.all_layers:
+        return explain_all(args)
+    names = names_of(args.device)
+    if len(names) > 1:
+        return compare(args, names, _explain)
+    one = _explain(args)
+    emit(args.json, one.data, one.text)
+    if not one.fits:
+        what = "backend" if one.over_ranks is None else "prepare/finalize"
+        complain(f"moe explain: no {what} fits; the report says why")
+        return 2
+    if one.fit is not None and not one.fit.fits:
+        complain(_fit.refusal(one.fit, str(one.report.device)))
+        return 1
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> Explained:
+    """What is said of one device."""
+    parallel = _arguments.parallel_of(args)
+    found: dict[str, Any] = {}
+    checkpoint, stored = None, 0
+    cuts: Sequence[ColumnCut] = ()
+    over_ranks: PrepareFinalizeSelection | None = None
+    if args.path is not None:
+        checkpoint, notes = _arguments.opened(args)
+        source = _arguments.source_of(args, checkpoint, parallel=parallel)
+        source.check_fits()
+        stored = source.layer.nbytes
+        scheme, config, cuts = source.scheme, source.config, source.cuts
+        keys = source.weight_key, source.activation_key
+        found = {
+            "checkpoint": str(args.path),
+            "layer": source.index,
+            "prefix": source.prefix,
+            "format": source.format.name,
+            "notes": [*notes, *([source.assumed] if source.assumed is not None else [])],
+            "estimated": bool(notes),
+        }
+    else:
+        config, weight_key, activation_key = _arguments.request_of(args)
+        scheme, keys = args.scheme, (weight_key, activation_key)
+        if parallel is not None:
+            config, cuts = _arguments.cuts_of(config, keys, parallel)
+    if parallel is None:
+        report, memory = select(args, scheme, config, *keys)
+    else:
+        over_ranks, cut = select_over_ranks(args, scheme, config, cuts, args.tokens, args.device)
+        found["columns"] = {"ranges": [list(share) for share in cut.ranges], "how": str(cut)}
+        report, memory = _chosen(over_ranks)
+    told = None if memory is None else vars(memory)
+    fit, floors = None, None
+    if memory is not None:
+        count, other = 1, 0
+        if checkpoint is not None:
+            # layers are taken to be alike: --all-layers reads each
+            count = len(checkpoint.moe_layers)
+            other = other_bytes(checkpoint, count * stored) // (1 if parallel is None else parallel.tp_size)
+        fit = fit_of(report.device, [memory], other=other, count=count)
+        floors = floors_of(report, memory) if parallel is None else None
+    data = {**found, **report.as_dict(), "memory": told}
+    data["fit"] = None if fit is None else fit.as_dict()
+    data["floor"] = total_floor([] if floors is None else [floors])
+    data["notes"] = [*found.get("notes", ()), *report.notes]
+    if over_ranks is not None:
+        data["parallel"] = over_ranks.as_dict()
+    fits = report.chosen is not None and (over_ranks is None or over_ranks.chosen is not None)
+    figures = fit_lines(fit)
+    if floors is not None:
+        figures += floor_lines([floors])
+        figures += floor_lines([floors] * fit.layers) if fit and fit.layers > 1 else []
+    text = _text(found, report, memory, args.verbose, over_ranks, figures)
+    return Explained(data, text, report, memory, fits, over_ranks, fit)
+
+
+def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:
+    """The report of the class that is taken, else of the first, and the memory of what it chose.
+
+    A rank may get the tokens of all batches.
+    """
+    from moe_core.selection.memory import layer_memory
+
+    chosen = over_ranks.chosen
+    if chosen is None or chosen.selection is None:
+        return over_ranks.candidates[0].report, None
+    every = over_ranks.tokens * chosen.report.config.parallel.dp_size
+    return chosen.report, layer_memory(chosen.selection, every)
+
+
+def _text(
+    found: dict[str, Any],
+    report: SelectionReport,
+    memory: LayerMemory | None,
+    verbose: bool,
+    over_ranks: PrepareFinalizeSelection | None,
+    figures: list[str],
+) -> str:
+    lines = []
+    if "checkpoint" in found:
+        lines.append(f"{found['checkpoint']}: layer {found['layer']} ({found['prefix']}), {found['format']}")
+    if verbose:
+        lines.append(str(report))
+    else:
+        lines += [_report.verdict(report), *_report.layer(report), *_report.reasons(report)]
+    lines += _report.note(report)
+    if memory is not None:
+        lines.append(_report.memory(report, memory))
+    lines += figures
+    if "columns" in found and len(found["columns"]["ranges"]) > 1:
+        lines.append(f"  columns      {found['columns']['how']}")
+    if over_ranks is not None:
+        lines += _prepare_finalize.lines(over_ranks, verbose=verbose)
+    lines += [f"note: {note}" for note in found.get("notes", ())]
+    if not verbose:
+        lines.append("-v: every backend with every reason")
+    return "\n".join(lines)

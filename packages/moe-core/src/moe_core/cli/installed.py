@@ -1,0 +1,73 @@
+"""Commands of other packages: the entry points ``NAME = "module:COMMAND"`` in the group ``moe_core.commands``.
+
+The module holds a :class:`~moe_core.cli.command.Command` and imports nothing that takes long, torch least of
+all: help and completion load it.  One that does not work is left out, and everything else works.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+from moe_core.cli.command import Command
+
+GROUP = "moe_core.commands"
+
+#: commands of moe-core, whose names nobody else's take
+OWN = ("quickstart", "run", "explain", "backends", "doctor", "bench", "tune")
+
+#: commands that packages of this project bring, for who asks for one that is not installed
+KNOWN = {"generate": "moe-transformers", "perplexity": "moe-transformers"}
+
+
+@dataclass(frozen=True)
+class CommandFault:
+    """A command that was left out: its ``name``, the distribution (``origin``) that brings it, the ``reason``."""
+
+    name: str
+    origin: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"command {self.name!r} of {self.origin} is left out: {self.reason}"
+
+
+def names() -> tuple[str, ...]:
+    """Names of the commands that other packages bring; loads none of them."""
+    return tuple(sorted({point.name for point in _points()} - set(OWN)))
+
+
+def load(name: str) -> Command | CommandFault:
+    """The command of that name, one of :func:`names`."""
+    points = list({(point.value, _owner(point)): point for point in _points() if point.name == name}.values())
+    first = points[0]
+    if len(points) > 1:
+        return CommandFault(name, _owner(first), f"{_owner(points[1])} has the same name; uninstall one of them")
+    try:
+        found = first.load()
+    except (Exception, SystemExit) as error:
+        return CommandFault(name, _owner(first), f"{first.value} cannot be loaded: {type(error).__name__}: {error}")
+    if not isinstance(found, Command):
+        return CommandFault(name, _owner(first), f"{first.value} is of type {type(found).__name__}, expected a Command")
+    return found
+
+
+def faults() -> tuple[CommandFault, ...]:
+    """Everything that is left out; loads all commands."""
+    taken = [
+        CommandFault(point.name, _owner(point), "the name is moe-core's") for point in _points() if point.name in OWN
+    ]
+    loaded = map(load, names())
+    return (*taken, *(found for found in loaded if isinstance(found, CommandFault)))
+
+
+def _points() -> tuple[EntryPoint, ...]:
+    try:
+        return tuple(importlib.metadata.entry_points(group=GROUP))
+    except Exception:  # one distribution's unreadable list; `moe doctor` names it
+        return ()
+
+
+def _owner(point: EntryPoint) -> str:
+    return "an unknown distribution" if point.dist is None else f"{point.dist.name} {point.dist.version}"

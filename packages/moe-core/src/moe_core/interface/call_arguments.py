@@ -1,0 +1,187 @@
+"""What a call of a fused MoE kernel may be given: tensors of the layer's shapes, dtypes and device, without gradients.
+
+Every call asks, so a good argument costs a few attribute reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape, check_sign, check_tensor
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.environment import CHECK
+from moe_core.spec.lora import LoRAWeights
+from moe_core.spec.routing import LOGIT_DTYPES
+
+ID_DTYPES = (torch.int32, torch.int64)
+#: router weights; those in 16 bits become float32, which is exact
+ROUTER_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    """TensorError for a tensor that requires grad, to be called in grad mode: nothing here computes gradients."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise TensorError(
+                f"{name} requires grad, and the experts are for inference only: they compute no gradients; "
+                f"call them under torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def check_width(hidden_states: Tensor, config: FusedMoEConfig, leading: str = "M") -> None:
+    """TensorError unless ``hidden_states`` is [M, K] (``leading`` "...": of any rank from 1)."""
+    check_tensor("hidden_states", hidden_states)
+    shape = hidden_states.shape
+    if not (shape and shape[-1] == config.hidden_size and (leading == "..." or len(shape) == 2)):
+        raise TensorError(
+            f"hidden_states has shape {list(shape)}, expected [{leading}, {config.hidden_size}]: "
+            f"K = {config.hidden_size} is the layer's hidden size"
+        )
+
+
+def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: torch.device) -> None:
+    """``hidden_states`` [M, K] in the layer's dtype, where its weights are; columns contiguous, any row stride."""
+    check_width(hidden_states, config)
+    check_dtype("hidden_states", hidden_states, (config.dtype,))
+    if hidden_states.device != device:
+        raise TensorError(f"hidden_states is on {hidden_states.device}, the layer's weights are on {device}")
+    check_sign("hidden_states", hidden_states)
+    # without tokens strides mean nothing: numpy's are (0, 0)
+    if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1 and hidden_states.shape[0]:
+        raise TensorError(
+            f"hidden_states has strides {hidden_states.stride()}, expected contiguous columns (any row stride)"
+        )
+
+
+def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig, rows: int | None = None) -> None:
+    """``output`` [``rows``, K] (default: M), contiguous, beside checked hidden states, in memory of its own."""
+    check_shape("output", output, (hidden_states.shape[0] if rows is None else rows, config.hidden_size))
+    check_dtype("output", output, (config.dtype,))
+    check_beside(hidden_states, "output", output)
+    if not output.is_contiguous():
+        raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
+    if output.numel() and _overlap(output, hidden_states):
+        raise TensorError("output shares memory with hidden_states, which are read after its first rows are written")
+
+
+def _overlap(output: Tensor, x: Tensor) -> bool:
+    """Whether the bytes of ``output`` [M, K], contiguous, meet those from the first to the last element of ``x``."""
+    a, b = output.data_ptr(), x.data_ptr()
+    b_end = b + ((x.shape[0] - 1) * x.stride(0) + x.shape[1]) * x.element_size()
+    return a < b_end and b < a + output.nbytes
+
+
+def check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
+    """A ``tensor`` where the hidden states are, which can be read there as it is."""
+    check_sign(name, tensor)
+    if tensor.device != hidden_states.device:
+        raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
+
+
+def check_routing(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    config: FusedMoEConfig,
+    *,
+    mapped: bool = False,
+) -> None:
+    """``topk_weights`` and ``topk_ids`` [M, k], and the expert map, beside checked hidden states.
+
+    ``mapped``: no map is needed, since what moves the tokens knows where experts are.
+    """
+    shape = (hidden_states.shape[0], config.top_k)
+    check_shape("topk_weights", topk_weights, shape)
+    check_shape("topk_ids", topk_ids, shape)
+    # both are [M, k], so only the dtypes tell a swap
+    check_dtype("topk_weights", topk_weights, ROUTER_WEIGHT_DTYPES)
+    check_dtype("topk_ids", topk_ids, ID_DTYPES)
+    check_beside(hidden_states, "topk_weights", topk_weights)
+    check_beside(hidden_states, "topk_ids", topk_ids)
+    if expert_map is not None or not mapped:
+        check_map(hidden_states, expert_map, config)
+
+
+def check_routing_values(topk_weights: Tensor, topk_ids: Tensor, config: FusedMoEConfig) -> None:
+    """Expert ids from -1 to E - 1, and router weights that are numbers where there is one.  Waits for the device.
+
+    Raises:
+        TensorError: Some are not, with how many and the first one.
+    """
+    last = config.num_experts - 1
+    refuse_values(
+        "topk_ids", topk_ids, (topk_ids < -1) | (topk_ids > last), f"expert ids from -1 (no expert) to {last}"
+    )
+    refuse_values("topk_weights", topk_weights, topk_weights.isnan() & (topk_ids != -1), "numbers")
+
+
+def refuse_values(name: str, tensor: Tensor, wrong: Tensor, expected: str) -> None:
+    """TensorError where an element of ``tensor`` is ``wrong``; not under CUDA-graph capture, which knows no values."""
+    if tensor.is_meta or (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    found = wrong.nonzero().tolist()
+    if found:
+        first = tuple(found[0])
+        raise TensorError(
+            f"{name} has {len(found)} of {tensor.numel()} values out of range, the first {tensor[first].item()} at "
+            f"{list(first)}, expected {expected} (found because {CHECK}=1)"
+        )
+
+
+def check_logits(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_map: Tensor | None,
+    config: FusedMoEConfig,
+) -> None:
+    """``router_logits`` [M, E], ``correction_bias`` [E], and the expert map, beside checked hidden states."""
+    check_shape("router_logits", router_logits, (hidden_states.shape[0], config.num_experts))
+    check_dtype("router_logits", router_logits, LOGIT_DTYPES)
+    check_beside(hidden_states, "router_logits", router_logits)
+    if correction_bias is not None:
+        check_shape("correction_bias", correction_bias, (config.num_experts,))
+        check_dtype("correction_bias", correction_bias, LOGIT_DTYPES)
+        check_beside(hidden_states, "correction_bias", correction_bias)
+    check_map(hidden_states, expert_map, config)
+
+
+def check_map(hidden_states: Tensor, expert_map: Tensor | None, config: FusedMoEConfig) -> None:
+    """``expert_map`` [E] int32, there where this rank holds only some experts."""
+    if expert_map is not None:
+        check_shape("expert_map", expert_map, (config.num_experts,))
+        check_dtype("expert_map", expert_map, (torch.int32,))
+        check_beside(hidden_states, "expert_map", expert_map)
+    elif config.local_experts < config.num_experts:
+        raise TensorError(
+            f"expert_map [{config.num_experts}] is missing: this rank holds "
+            f"{config.local_experts} of {config.num_experts} experts"
+        )
+
+
+def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRAWeights | None) -> None:
+    """``adapter_ids`` [M] int32, only where the layer has adapters."""
+    if adapter_ids is None:
+        return
+    if lora is None:
+        raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
+    check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
+    check_dtype("adapter_ids", adapter_ids, (torch.int32,))
+    check_beside(hidden_states, "adapter_ids", adapter_ids)
+
+
+def check_counts(tokens_per_rank: Sequence[int]) -> None:
+    """``tokens_per_rank``: integers of 0 or more."""
+    try:
+        fewest = min(map(operator.index, tokens_per_rank), default=-1)
+    except TypeError:
+        fewest = -1
+    if fewest < 0:
+        raise TensorError(
+            f"tokens_per_rank is {tokens_per_rank!r}, expected a number of tokens (0 or more) for each rank"
+        )

@@ -1,0 +1,1 @@
+"""Device functions that kernels share: casts, values in registers, activations, waiting, prefetching."""

@@ -1,0 +1,75 @@
+"""The base of experts of 8-bit elements whose scales do not change along k.  Importing this imports no Triton."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import TensorError
+from moe_core.kernels.experts.scaled_gemv import ScaledGemvExperts
+from moe_core.kernels.gemm.heuristics.scaled_mm import quantizes_while_loading
+from moe_core.spec.weights import KernelWeights
+
+if TYPE_CHECKING:
+    from moe_core.kernels.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions, ScaledMMScheme
+    from moe_core.kernels.gemm.tiles.launch import GemmWeight
+
+
+class ScaledMMExperts(ScaledGemvExperts):
+    """8-bit elements whose scales do not change along k: `moe_core.kernels.gemm.fused.scaled_mm`."""
+
+    family = "scaled_mm"
+    #: tile coordinates outside the k loop; rows that 16-byte copies cannot reach pass through registers
+    accepted_spills = (256, 256)
+
+    @property
+    def granularity(self) -> Granularity:
+        """Of the activations' scales, as the activation key has them."""
+        key = self.activation_key
+        if key is not None and key.is_static:
+            return "static"
+        if key is None or not (key.group_shape.is_per_row or key.group_shape.is_per_tensor):
+            raise TensorError(f"activations are quantised per token, per tensor or statically here, the key is {key}")
+        return "token" if key.group_shape.is_per_row else "tensor"
+
+    @property
+    @abstractmethod
+    def functions(self) -> ScaledMMFunctions:
+        """The element type's device functions."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of the activations' scales in scratch memory."""
+        return torch.float32
+
+    def static_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
+        """Of x and h, [E] each."""
+        return weights.quant_config.a1_scale, weights.quant_config.a2_scale
+
+    @property
+    def takes_vectors(self) -> bool:
+        # a scale for all tokens spans what no program sees; static ones are for weighted hidden states
+        own = self.granularity == "token" or not self.config.apply_router_weight_on_input
+        return super().takes_vectors and self.granularity != "tensor" and own
+
+    def vector_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
+        return self.static_scales(weights) if self.granularity == "static" else (None, None)
+
+    def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
+        """What device functions of the scheme's own get of a weight besides."""
+        return ()
+
+    def activation_scheme(self, weights: KernelWeights | None) -> ScaledMMScheme:
+        from moe_core.kernels.gemm.fused.scaled_mm import ScaledMMScheme
+
+        static = weights is not None and self.granularity == "static"
+        x, h = self.static_scales(weights) if static and weights is not None else (None, None)
+        on_load = quantizes_while_loading(self.device_info.capability)
+        return ScaledMMScheme(self.functions, self.granularity, x, h, self.scale_dtype, on_load)
+
+    def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
+        tensor, extra = weights.w13 if name == "w13" else weights.w2, self.extra_arguments(name, weights)
+        return self.functions.weight(tensor, *self.scales(name, weights), *self.sizes(name), extra=extra)

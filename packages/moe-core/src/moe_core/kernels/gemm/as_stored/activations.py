@@ -1,0 +1,110 @@
+"""How x and h become what is multiplied: `quantize` functions of the grouped GEMM.
+
+`quant_args` starts with the tensor that values go to.  But for `code_mxfp8` codes of e4m3 and e2m1 are not made: the
+numbers are rounded to what those hold, in float32, which needs no hardware for either, and stored as bfloat16, which
+holds e4m3 and e2m1 times a power of two.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from moe_core.errors import ConfigError
+from moe_core.kernels.device.casts import clamp, downcast, downcast_e4m3, round_e2m1, round_e4m3
+from moe_core.kernels.device.specialize import specialize
+from moe_core.kernels.gemm.as_stored.tiles import arrange
+from moe_core.kernels.gemm.tiles.scaled_mm import quantize_row, quantize_static
+from moe_core.kernels.ops._quantize_kernels import magnitude_bits, scale_of
+from moe_core.spec.quant_key import (
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp8Dynamic,
+)
+
+# columns that share a scale of MXFP8 and MXFP4
+MX_GROUP = tl.constexpr(32)
+# set by `specialize`: element type and rounding of scales of MXFP8 and MXFP4
+CODE = tl.constexpr("e4m3")
+ROUNDING = tl.constexpr("up")
+
+
+@triton.jit
+def values_as_they_are(tile, quant_args, expert, AXIS: tl.constexpr):
+    """In the type of the tensor that they go to."""
+    return downcast(tile, quant_args[0].dtype.element_ty), 0.0
+
+
+@triton.jit
+def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, ROUNDING: tl.constexpr):
+    """(values divided by their scales, scales), float32, of MX_GROUP columns each; scales are powers of two.
+
+    Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
+    """
+    GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
+    groups = tile.reshape(tile.shape[:AXIS] + [GROUPS, MX_GROUP] + tile.shape[AXIS + 1 :])
+    bits = tl.max(magnitude_bits(groups), axis=AXIS + 1, keep_dims=True)
+    scale = scale_of(bits, CODE, ROUNDING)
+    # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
+    return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
+
+
+@triton.jit
+def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
+    """MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
+    scaled, scale = _scaled_mx(tile, CODE, AXIS, ROUNDING)
+    if ROUNDING != "up":
+        # more than the largest code is possible where scales are not rounded up
+        scaled = clamp(scaled, 448.0 if CODE == "e4m3" else 6.0)
+    rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
+    return downcast((rounded * scale).reshape(tile.shape), tl.bfloat16), 0.0
+
+
+@triton.jit
+def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
+    """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
+    GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
+    scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
+    exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
+    KEPT: tl.constexpr = [GROUPS] if GROUPS > 1 else []
+    exponents = exponents.reshape(tile.shape[:AXIS] + KEPT + tile.shape[AXIS + 1 :])
+    return downcast_e4m3(scaled).reshape(tile.shape), exponents
+
+
+# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; how values are made
+CODES = tl.constexpr(8)
+quantize: Any = values_as_they_are
+
+
+@triton.jit
+def arranged(tile, quant_args, expert, AXIS: tl.constexpr):
+    """What `quantize` makes of the tile, its columns in the order of the weights'."""
+    values, scale = quantize(tile, quant_args, expert, AXIS)
+    return arrange(values, CODES, AXIS), scale
+
+
+@cache
+def quantizer(key: QuantKey | None, bits: int | None) -> Any:
+    """The `quantize` function of an activation key, beside codes of so many bits; None: columns keep their order.
+
+    Raises ConfigError for keys that there is none for.
+    """
+    if key is None:
+        made: Any = values_as_they_are
+    elif key in (kFp8DynamicTokenSym, kFp8Dynamic128Sym):
+        made = quantize_row
+    elif key == kFp8StaticTensorSym:
+        made = quantize_static
+    elif key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
+        made = specialize(round_mx, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
+    else:
+        raise ConfigError(
+            f"activations are 16-bit here, e4m3 per token, 128 columns or expert, MXFP8 or MXFP4, got {key}"
+        )
+    return specialize(arranged, CODES=0 if bits is None else 32 // bits, quantize=made)

@@ -1,0 +1,290 @@
+"""Activations of 8 bits whose scales do not change along k: per token, per tensor (both dynamic), or per expert.
+
+Few rows per expert: x is quantised, or its largest magnitude found, beside the sort, and h while gemm2 loads it.  Many:
+both GEMMs read bytes.  Where gemm1 is computed by the warp-specialised kernel, and for static scales, x is scattered
+into the sorted order as it is quantised; a launch between the GEMMs quantises h (static: the epilogue).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_core.kernels.gemm.fused.call import Call
+from moe_core.kernels.gemm.fused.scheme import ActivationScheme, CallShape, padded, quantized
+from moe_core.kernels.gemm.tiles import scaled_mm as device
+from moe_core.kernels.gemm.tiles.launch import (
+    GemmWeight,
+    InUse,
+    OperandA,
+    Result,
+    Rows,
+    TileFunctions,
+    WarpSpecialisedGemm,
+    constant,
+    weight_strides,
+)
+from moe_core.kernels.gemm.tiles.operands import load_values
+from moe_core.kernels.gemm.workspaces import BEFORE_GEMM2
+from moe_core.kernels.ops.batch import Batch
+from moe_core.kernels.ops.sort import QuantizeRows, Schedule, clears_first, whole_row
+from moe_core.spec.workspace import WorkspaceSpec
+
+#: rows of a tile up to which values may be quantised while they are loaded
+MAX_ROWS_QUANTIZED_ON_LOAD = 32
+#: columns of h up to which programs are so short that a launch of its own quantises it faster
+MAX_SHORT = 512
+#: rows per expert, in the mean, up to which gemm2 may quantise h while it loads it: beyond, room for it would cost more
+#: than the launch that it saves
+MAX_MEAN_ON_LOAD = 128
+
+#: of the activations' scales
+Granularity = Literal["token", "tensor", "static"]
+_TILE = TileFunctions(
+    device.open_values, load_values, device.open_weights, device.load_weights, device.multiply_codes, device.scale_acc
+)
+#: what gemm1 leaves of h, see `moe_core.kernels.gemm.tiles.launch.Result`
+_AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledMMFunctions:
+    """An element type of 8 bits, int8 or e4m3, by its `@triton.jit` functions; see
+    `moe_core.kernels.gemm.tiles.tile_kernel`.
+
+    Weights as stored have e4m3 numbers in bfloat16 beside them (`moe_core.kernels.gemm.as_stored`).
+
+    Defaults are those of `moe_core.kernels.gemm.tiles.scaled_mm`; others go with other scales and weights.
+
+    - ``tile``: of the tile kernel
+    - ``load_unquantized``: its `load_a` of rows that are quantised while they are loaded; None where they cannot be
+    - ``quantize_row``: a row by a scale of its own; ``quantize_static``: by the scale of its expert
+    - ``flags_nan``: codes have no NaN, so that rows are flagged: see
+      `moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`
+    - ``packed``: weights of so many columns lie in an element, 0: other functions read them; where it is one, the
+      warp-specialised kernel reads them too, and many rows may go straight into the sorted order
+    - ``block_k``: depth of a step, 128 or a divisor of it
+    """
+
+    dtype: torch.dtype
+    tile: TileFunctions = _TILE
+    load_unquantized: Any = device.load_unquantized
+    quantize_row: Any = device.quantize_row
+    quantize_static: Any = device.quantize_static
+    packed: int = 1
+    block_k: int = 128
+    flags_nan: bool = False
+
+    def weight(
+        self, weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, extra: tuple[Any, ...] = ()
+    ) -> GemmWeight:
+        """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
+
+        Row-major, or block-major as `weight_strides` has them.
+        ``packed`` of the ``columns`` K lie in an element of ``weights``.
+        ``extra`` goes behind what `device.open_weights` takes, for functions of a scheme's own.
+        """
+        half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
+        strides = (scales.stride(0), half, row, *extra)
+        special = WarpSpecialisedGemm(weights, _functions, (scales, *strides)) if self.packed == 1 else None
+        return GemmWeight(
+            (weights, scales, *weight_strides(weights, self.block_k // self.packed), *strides),
+            rows,
+            columns,
+            lambda config: self.tile,
+            self.block_k,
+            bias,
+            self.packed,
+            warp_specialised=special,
+        )
+
+
+def _functions() -> Any:
+    from moe_core.kernels.gemm.sm90.scaled_mm import prefetch, scaled_mm
+
+    return prefetch, scaled_mm
+
+
+E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledMMScheme(ActivationScheme):
+    """Rows of ``functions``' type with a scale each, or one for all.
+
+    ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``quantize_on_load``:
+    few rows may be quantised while they are loaded, if ``functions`` can.  A dynamic scale per tensor spans the tokens,
+    then the pairs, that have a local expert, as far as they are finite.
+    """
+
+    functions: ScaledMMFunctions
+    granularity: Granularity
+    x_scale: Tensor | None = None
+    h_scale: Tensor | None = None
+    scale_dtype: torch.dtype = torch.float32
+    quantize_on_load: bool = True
+
+    def weights_first(self, has_lora: bool) -> bool:
+        # what shares a scale with others must have its weight before it is quantised
+        return has_lora or self.granularity != "token"
+
+    def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
+        element, scale, kind, config = self.functions.dtype, self.scale_dtype, self.granularity, shape.config
+        width, inner, dynamic = padded(config.hidden_size), padded(config.intermediate_size), kind != "static"
+        rows, pairs = shape.rows, shape.pairs
+        scatters = not dynamic or self.functions.packed == 1
+        scattered = pairs if scatters and not shape.batched else 0
+        found = kind == "tensor" or (not dynamic and self.functions.flags_nan)
+        h_rows = few = pairs if dynamic or config.is_lora_enabled else 0
+        if not (shape.batched or config.is_lora_enabled):
+            few = min(few, MAX_MEAN_ON_LOAD * config.num_experts)
+        return (
+            *quantized("x", rows if dynamic or shape.batched else 0, width, element, scale),
+            WorkspaceSpec("x_amax", (rows if found else 0,), torch.int32),
+            *quantized("sorted", scattered, width, element, scale),
+            WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),
+            WorkspaceSpec("h", (few, inner), shape.wide),
+            # of more rows gemm2 reads codes alone
+            WorkspaceSpec("many_h", (h_rows if h_rows > few else 0, inner), shape.wide, BEFORE_GEMM2),
+            *quantized("h", pairs, inner, element, scale),
+        )
+
+    # -------------------------------------------------------------- what a call makes of it
+
+    def _quantizes_on_load(self, call: Call) -> bool:
+        """Whether rows are few, and may be quantised while they are loaded."""
+        loads = self.quantize_on_load and self.functions.load_unquantized is not None
+        return loads and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
+
+    def _quantizes_h_on_load(self, call: Call) -> bool:
+        few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
+        # one scale for all says nothing of a row, and who loads a part of it can't know
+        kinds = ("token",) if self.functions.flags_nan else ("token", "tensor")
+        loads = self.granularity in kinds and self._quantizes_on_load(call) and self._h(call) is call.workspace["h"]
+        return loads and (few_launches or call.w2.k > MAX_SHORT)
+
+    @staticmethod
+    def _h(call: Call) -> Tensor:
+        """Room for h before it is quantised."""
+        few = call.workspace["h"]
+        return few if call.pairs <= few.shape[0] else call.workspace["many_h"]
+
+    def _amax(self, call: Call) -> Tensor | None:
+        """Largest magnitudes of h, per row or [1]; or NaN flags of rows that hold a NaN."""
+        amax, kind = call.workspace["amax"], self.granularity
+        if kind == "tensor":
+            return amax[:1]
+        flags = self.functions.flags_nan and self._in_epilogue(call)
+        return amax[: call.pairs] if flags or self._quantizes_h_on_load(call) else None
+
+    def _rows(
+        self,
+        call: Call,
+        values: Tensor,
+        scales: Tensor | None,
+        which: Rows,
+        nan_flags: Tensor | None = None,
+        by_row: bool = True,
+    ) -> OperandA:
+        """Operand A of 8-bit values, or of others, which are quantised while they are loaded.
+
+        ``scales`` of rows, or of experts or all; of values to be quantised they may be the bits of largest magnitudes.
+        """
+        by_expert = 1 if self.granularity == "static" and not by_row else 0
+        arguments = (values, scales, values.stride(0), int(by_row), by_expert, nan_flags)
+        if values.dtype is self.functions.dtype:
+            return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, nan_flags))
+        codes = call.workspace["h_values"]
+        return OperandA((*arguments, values.shape[1], codes), which, load_a=self.functions.load_unquantized)
+
+    # -------------------------------------------------------------- x
+
+    def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
+        static, batched = self.granularity == "static", isinstance(call.routing, Batch)
+        # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
+        side_by_side = static or call.warp_specialises(call.plan.gemm1, call.w13)
+        scatters = side_by_side and not batched and not self._quantizes_on_load(call)
+        x, work, which, zero = call.x, call.workspace, call.by_token, self._zeroed(call)
+        if call.x_scale is not None and not scatters:
+            return call.order(zero=zero), self._rows(call, x, call.x_scale, which)
+        if self.x_scale is not None and not (scatters or batched):
+            flags, flagging = None, None
+            if self.functions.flags_nan:
+                flags = work["x_amax"]
+                flagging = QuantizeRows(x, None, flags, device.row_nan_flags, whole_row(x.shape[1]))
+            return call.order(flagging, zero=zero), self._rows(call, x, self.x_scale, which, flags, by_row=False)
+        values, scales = call.quantized("sorted" if scatters else "x")
+        if self.granularity == "tensor" and x.shape[0] > 1:
+            order, amax, in_use = self._order_with_amax(call, scatters)
+            call.quantize(self._job(x, values, scales, amax), in_use, positions=order.positions)
+        else:
+            job = self._job(x, values, scales, static=self.x_scale)
+            order = call.order_and_quantize(job, scatters, by_expert=static, zero=zero)
+        return order, self._rows(call, values, scales, "position" if scatters else which)
+
+    def _zeroed(self, call: Call) -> Tensor | None:
+        """What is to be cleared before gemm1."""
+        return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
+
+    def _order_with_amax(self, call: Call, positions: bool) -> tuple[Schedule, tuple[Tensor, int], InUse]:
+        """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
+        x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
+        group = whole_row(x.shape[1])
+        if isinstance(call.routing, Batch):
+            order, in_use = call.order(zero=zero), call.routing.in_use
+            job = QuantizeRows(x, None, None, device.row_amax, group, (None, None, raised))
+            call.quantize(job)
+            return order, (raised, 1), in_use
+        in_use, raises = ("tokens", call.routing.arguments), clears_first(call.pairs)
+        arguments = x.shape[0], in_use[1], raised if raises else None
+        job = QuantizeRows(x, None, found, device.row_amax, group, arguments)
+        order = call.order(job, positions=positions, zero=zero)
+        return order, (raised, 1) if raises else (found, x.shape[0]), in_use
+
+    def _job(
+        self,
+        x: Tensor,
+        values: Tensor,
+        scales: Tensor | None,
+        amax: tuple[Tensor | None, int] | None = None,
+        static: Tensor | None = None,
+    ) -> QuantizeRows:
+        """Rows of ``x`` that become ``values``, with a scale for each: its own, ``static``, or that of ``amax``."""
+        arguments: tuple[Any, ...]
+        quantize, arguments = self.functions.quantize_row, (values,)
+        if amax is not None:
+            quantize, arguments = device.quantize_by_amax, (values, *amax)
+        elif static is not None:
+            quantize, arguments = self.functions.quantize_static, (values, static)
+        return QuantizeRows(x, values, scales, quantize, whole_row(values.shape[1]), arguments)
+
+    # -------------------------------------------------------------- h
+
+    def _in_epilogue(self, call: Call) -> bool:
+        """Whether gemm1's epilogue quantises h; adapters read it before that."""
+        return self.granularity == "static" and call.adapters is None
+
+    def result(self, call: Call) -> Result:
+        work, amax = call.workspace, self._amax(call)
+        kind = constant("" if amax is None else _AMAX_KINDS[self.granularity])
+        if not self._in_epilogue(call):
+            return Result.of(self._h(call), amax=amax, amax_kind=kind)
+        values, quantize = work["h_values"], self.functions.quantize_static
+        return Result.of(values, quantize=quantize, quant_args=(values, self.h_scale), amax=amax, amax_kind=kind)
+
+    def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
+        values, found = call.quantized("h")
+        # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
+        wide, amax = self._h(call)[:, : call.w2.k], self._amax(call)
+        if self._in_epilogue(call) and self.h_scale is not None:
+            return self._rows(call, values, self.h_scale, which, amax, by_row=False)
+        if self._quantizes_h_on_load(call) and amax is not None:
+            return self._rows(call, wide, amax, which, by_row=self.granularity == "token")
+        shared = (amax, 1) if self.granularity == "tensor" else None
+        job = self._job(wide[: call.pairs], values, found, shared, self.h_scale)
+        in_sorted = "sorted", (order.offsets[call.routing.num_experts :],)
+        call.quantize(job, None if which == call.by_pair else in_sorted)
+        return self._rows(call, values, found, which)

@@ -1,0 +1,1 @@
+"""Hopper only (sm_90): warp-specialized kernels on TMA and WGMMA."""

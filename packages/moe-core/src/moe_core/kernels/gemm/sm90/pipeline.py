@@ -1,0 +1,261 @@
+"""What every k loop of `moe_core.kernels.gemm.sm90.kernel` shares: its tiles, the warp that requests them, and slots
+for operands.
+
+    ring = (a_tiles, b_tiles, full, empty, start, stride)
+
+A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, as deep as the
+blocks of their descriptors.  `full` and `empty` are its barriers.  Step `turn` of a tile is in slot start + turn *
+stride, counted without end.
+
+Programs draw their tiles from a counter, tiles[1] of the schedule, which is 0 before the kernel and after it.  The
+producer draws ahead, finds where the tile is, and tells the consumers by a queue.
+
+A short tile, the end of an expert with at most 64 rows, is the work of one consumer.  Where `short` the two consumers
+multiply the same rows by neighbouring column blocks, each from slots of its own, every other one of the ring.  Its
+items of odd column blocks are nobody's.  Behind it the two meet, see `allocate_meeting`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from moe_core.kernels.device.gluon import barrier, tma_load
+from moe_core.kernels.gemm.tiles.schedule import tile_of
+
+# rows of a tile, columns of one of its two blocks
+TILE = gl.constexpr(128)
+# rows that one group of four warps owns
+HALF = gl.constexpr(64)
+# indices that the producer may be ahead of the consumers
+QUEUE = gl.constexpr(4)
+# of a product [64, 128]
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
+
+
+@gluon.jit
+def tile_start(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
+    """Expert, first row and column block of a tile; of the last tile for an index beyond it."""
+    last = gl.maximum(tiles * blocks_n - 1, 0)
+    tile, block_n = tile_of(gl.minimum(index, last), gl.maximum(tiles, 1), blocks_n, GROUP_M)
+    exists = tiles > 0
+    expert = gl.load(schedule[0] + 2 + 2 * tile, mask=exists, other=0)
+    first = gl.load(schedule[0] + 3 + 2 * tile, mask=exists, other=0)
+    return expert, first, block_n
+
+
+@gluon.jit
+def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
+    """As `tile_start`, with the row behind the expert's last one: expert, first row, that row, column block."""
+    expert, first, block_n = tile_start(index, schedule, tiles, blocks_n, GROUP_M)
+    return expert, first, gl.load(schedule[1] + expert + 1), block_n
+
+
+@gluon.jit
+def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
+    """(full, empty) of so many slots: PRODUCERS arrive at the first, two consumers at the second."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=PRODUCERS)
+        mbarrier.init(empty.index(slot), count=2)
+    return full, empty
+
+
+@gluon.jit
+def allocate_meeting(SHORT: gl.constexpr):
+    """(A barrier at which both consumers arrive when they have multiplied a short tile,); () where none is.
+
+    The memory of a barrier that is never waited for would be given to data: see `moe_core.testing.barriers`.
+
+    A wait for a phase also ends while the phase before it is not complete.  Slots of the other consumer were not
+    waited for, so that before the next tile asks for one of them, the other must have seen it filled.
+    """
+    if SHORT:
+        met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(met, count=2)
+        return (met,)
+    else:
+        return ()
+
+
+@gluon.jit
+def slot_and_phase(place, SLOTS: gl.constexpr):
+    """The slot of `place`, counted without end, and the phase of its barriers."""
+    if SLOTS & (SLOTS - 1) == 0:
+        # on the critical path of each step: a signed division would ask for the sign
+        return place & (SLOTS - 1), (place & SLOTS) // SLOTS
+    else:
+        return place % SLOTS, (place // SLOTS) & 1
+
+
+@gluon.jit
+def full_slot(full, place):
+    """The slot of `place`, counted without end, when it has been filled."""
+    slot, phase = slot_and_phase(place, full.shape[0])
+    mbarrier.wait(full.index(slot), phase)
+    return slot
+
+
+@gluon.jit
+def empty_slot(empty, place):
+    """The slot for `place`, when the consumers have freed it."""
+    slot, phase = slot_and_phase(place, empty.shape[0])
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    return slot
+
+
+@gluon.jit
+def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
+    """The operands of step `turn` of a tile: the consumer's 64 rows of A, and both blocks of B."""
+    slot = full_slot(ring[2], ring[4] + turn * ring[5])
+    return ring[0].index(slot).slice(WARPGROUP * HALF, HALF, 0), ring[1].index(slot)
+
+
+@gluon.jit
+def free_slot(ring, turn, some):
+    """All four warps have read the operands of step `turn` of a tile; if `some`."""
+    barrier()
+    slot, _ = slot_and_phase(ring[4] + turn * ring[5], ring[3].shape[0])
+    mbarrier.arrive(ring[3].index(slot), pred=some)
+
+
+@gluon.jit
+def allocate_queue():
+    """(tiles, sent, taken): what the producer tells the consumers, and its barriers."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    # number i of an entry is at i * QUEUE
+    entries = gl.allocate_shared_memory(gl.int32, [5 * QUEUE, 1], layout)
+    sent, taken = allocate_barriers(QUEUE, 1)
+    return entries, sent, taken
+
+
+@gluon.jit
+def receive(queue, turn):
+    """The index that was sent as number `turn`, and its `locate_tile`."""
+    entries, sent, taken = queue
+    slot = full_slot(sent, turn)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers = ()
+    for i in gl.static_range(5):
+        numbers += (gl.max(entries.index(slot + i * QUEUE).load(layout), axis=0),)
+    barrier()
+    mbarrier.arrive(taken.index(slot))
+    return numbers[0], numbers[1:]  # type: ignore[misc]
+
+
+@gluon.jit
+def _send(queue, turn, index, tile):
+    entries, sent, taken = queue
+    slot = empty_slot(taken, turn)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers = (index,) + tile
+    for i in gl.static_range(5):
+        entries.index(slot + i * QUEUE).store(gl.full([1], 0, gl.int32, layout) + numbers[i])
+    barrier()
+    mbarrier.arrive(sent.index(slot))
+
+
+@gluon.jit
+def is_short(tile, form):
+    """Whether a tile has the rows of one consumer only, and the two share it."""
+    return form.short and tile[2] - tile[1] <= HALF
+
+
+@gluon.jit
+def _is_done(tile, form):
+    """Whether a tile is done with the column block before it."""
+    return is_short(tile, form) and tile[3] % 2 == 1
+
+
+@gluon.jit
+def _draw(counter, total):
+    """An index that no program had.  Each program has its own number first, and stops at the first beyond the last.
+
+    `atom.inc` wraps around: the last of all draws leaves 0 for the next kernel.
+    """
+    programs = gl.num_programs(0)
+    last = gl.maximum(total - programs, 0) + programs - 1
+    # `gl.atomic_add` is a branch of one thread, which `ptxas` may not join to its warp before the others read what
+    # it drew: see `moe_core.testing.reconverged`
+    thread = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    drawn = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        setp.eq.s32 first, $1, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.inc.u32 $0, [$2], $3;
+        }""",
+        "=&r,r,l,r",
+        [thread, counter.to(gl.int64), last],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return gl.max(drawn, axis=0) + programs
+
+
+@gluon.jit
+def _next_tile(schedule, tiles, blocks_n, form):
+    """The index of the next tile of this program, and where it is."""
+    total = tiles * blocks_n
+    index = _draw(schedule[0] + 1, total)
+    tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    if form.short:
+        while index < total and _is_done(tile, form):
+            index = _draw(schedule[0] + 1, total)
+            tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    return index, tile
+
+
+@gluon.jit
+def producer(
+    a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, strides, second, form, BLOCKS: gl.constexpr
+):
+    """Request every tile that this program multiplies, as far ahead as there is room.
+
+    strides: rows of b_desc from one expert to the next, and rows and columns from one step of the k loop to the next.
+    """
+    a_tiles, b_tiles, full, empty = ring
+    DEPTH: gl.constexpr = a_desc.block_shape[1]
+    total = tiles * blocks_n
+    index = gl.program_id(0)
+    tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
+    if index >= total or _is_done(tile, form):
+        index, tile = _next_tile(schedule, tiles, blocks_n, form)
+    _send(queue, 0, index, tile)
+    sent = 1
+    turn = 0
+    while index < total:
+        # sent before the tile is requested: consumers ask for it before they multiply
+        index, next_tile = _next_tile(schedule, tiles, blocks_n, form)
+        _send(queue, sent, index, next_tile)
+        sent += 1
+        expert, first, end, block_n = tile
+        short = is_short(tile, form)
+        row = expert * strides[0] + block_n * (TILE * BLOCKS)
+        parts = gl.where(short, 2, 1)
+        for i in range(steps * parts):
+            k = i // parts
+            part = i % parts
+            slot = empty_slot(empty, turn)
+            ready = full.index(slot)
+            if short:
+                # for the consumer that does not read the slot
+                mbarrier.arrive(empty.index(slot))
+                mbarrier.expect(ready, (HALF + 2 * TILE) * DEPTH)
+                if part == 0:
+                    tma_load(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot).slice(0, HALF, 0))
+                else:
+                    tma_load(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot).slice(HALF, HALF, 0))
+            else:
+                mbarrier.expect(ready, 3 * TILE * DEPTH)
+                tma_load(a_desc, [first, k * DEPTH], ready, a_tiles.index(slot).slice(0, HALF, 0))
+                tma_load(a_desc, [first + HALF, k * DEPTH], ready, a_tiles.index(slot).slice(HALF, HALF, 0))
+            block = row + part * (TILE * BLOCKS) + k * strides[1]
+            column = k * strides[2]
+            tma_load(b_desc, [block, column], ready, b_tiles.index(slot).slice(0, TILE, 0))
+            tma_load(b_desc, [block + second, column], ready, b_tiles.index(slot).slice(TILE, TILE, 0))
+            turn += 1
+        tile = next_tile

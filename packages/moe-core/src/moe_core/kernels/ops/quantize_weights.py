@@ -1,0 +1,149 @@
+"""Quantising expert weights, at the memory's speed on a GPU.
+
+The rules are those of :mod:`moe_core.reference.quantization`, and so are the bits: e4m3 and int8 codes with scales per
+tensor, per output channel, in blocks or in groups along K, and MXFP4 of whole groups, come from Triton kernels that
+read every value once (twice for one scale per tensor) and write codes and scales; every other key, and every other
+device, takes the torch code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
+from moe_core.kernels.ops._backend import use_triton
+from moe_core.kernels.ops._rows import FLOATS
+from moe_core.kernels.ops._sizes import power_of_two
+from moe_core.kernels.ops.quantize import quantize_activation, without_e4m3
+from moe_core.reference.quantization import Quantized, quantize_weight
+from moe_core.spec.numerics import FP8_E4M3, INT8, is_e8m0
+from moe_core.spec.quant_key import QuantKey, kMxfp4Static
+from moe_core.spec.weights import scale_shape, storage_dtypes
+
+#: values that the torch code widens to float32 at once; an expert at least
+_TORCH_CHUNK = 1 << 24
+#: most values of a block, and of a row, that a program holds
+_MAX_TILE = 1 << 15
+_MAX_RUN = 1 << 14
+
+
+def quantize_weights(
+    w: Tensor,
+    key: QuantKey,
+    *,
+    parts: int = 1,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    backend: str = "auto",
+) -> Quantized:
+    """Canonical codes and scales of ``w`` [E, rows, K] bfloat16, float16 or float32.
+
+    - ``parts``: stacked matrices (gate and up: 2) that own their scales
+    - ``out`` [E, rows, K] (packed: K divided by the values per word), ``scale_out`` of
+      :func:`moe_core.spec.weights.scale_shape`: contiguous tensors to write to; allocated if not given
+    - result: codes, scale and, where the key has them, zero points
+
+    A group of zeros gets the scale of the smallest amax, ``AMAX_FLOOR / max_value``.  Raises TensorError, ConfigError.
+    """
+    check_shape("w", w, ("E", "rows", "K"))
+    check_dtype("w", w, FLOATS)
+    if key.permuted:
+        raise ConfigError(f"weights of permuted columns are not quantised here, the key is {key}")
+    experts, rows, cols = w.shape
+    if parts < 1 or rows % parts:
+        raise TensorError(f"{rows} rows are no {parts} stacked matrices of equal height")
+    out = _output("out", out, _storage_shape(key, experts, rows, cols), storage_dtypes(key)[0], w)
+    shape = scale_shape(key, experts, rows, cols, parts)
+    scale = _output("scale_out", scale_out, shape, key.scale.dtype, w)
+    unsupported = _unsupported(key, w)
+    if not w.numel() or not use_triton(w, backend, unsupported=unsupported):
+        return _quantize_torch(w, key, parts, out, scale)
+    # strided rows become contiguous: rows are read as one long matrix
+    _launch(w.contiguous(), key, parts, out, scale)
+    return Quantized(out, scale)
+
+
+def _launch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) -> None:
+    from moe_core.kernels.ops._weight_launch import launch_blocks, launch_matrices, launch_pairs, launch_runs
+
+    experts, rows, cols = w.shape
+    group, code = key.group_shape, key.dtype.name
+    size = cols if group.is_per_row else group.col
+    if key == kMxfp4Static:
+        launch_pairs(w, out, scale, size=size)
+    elif group.is_per_tensor:
+        launch_matrices(w, out, scale, parts=parts, code=code)
+    elif group.row > 1:
+        launch_blocks(w, out, scale, parts=parts, row=group.row, col=group.col, code=code)
+    elif cols % size == 0 and size <= _MAX_RUN:
+        launch_runs(w, out, scale, size=size, code=code)
+    else:
+        # rows with a short last group, or longer than a program holds: what activations have too
+        quantize_activation(
+            w.view(experts * rows, cols),
+            replace(key, scale=replace(key.scale, static=False)),
+            out=out.view(experts * rows, cols),
+            scale_out=scale.view(experts * rows, -1),
+            backend="triton",
+        )
+
+
+def _unsupported(key: QuantKey, w: Tensor) -> str | None:
+    """Why the kernels do not cover the request; None if they do."""
+    group = key.group_shape
+    if key == kMxfp4Static:
+        return (
+            None if w.shape[2] % group.col == 0 else f"groups are whole, w has {w.shape[2]} columns; the key is {key}"
+        )
+    if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or not key.symmetric:
+        return f"weights are quantised to MXFP4, or e4m3 or int8, symmetric; the key is {key}"
+    if key.scale.rounding != "up":
+        return f"scales are rounded up, the key is {key}"
+    in_groups = group.row == 1 and group.col > 0
+    if key.scale.dtype is not torch.float32 and not (is_e8m0(key.scale.dtype) and group.col > 0):
+        return f"scales are float32, or e8m0 for blocks and groups, the key is {key}"
+    if in_groups and (group.col & (group.col - 1) or group.col > 1024):
+        return f"groups along K have a power of two up to 1024 columns, the key is {key}"
+    in_blocks = group.row > 1 and group.col > 0
+    if in_blocks and power_of_two(group.row) * power_of_two(group.col) > _MAX_TILE:
+        return f"blocks have at most {_MAX_TILE} values, the key is {key}"
+    if in_blocks and power_of_two(group.row) * w.shape[2] >= 1 << 31:
+        return f"rows of a block span less than 2**31 values, w has {w.shape[2]} columns and the key is {key}"
+    if not (group.is_per_tensor or group.is_per_row or in_groups or in_blocks):
+        return f"scales are per tensor, per row, in groups along K or in blocks, the key is {key}"
+    return without_e4m3(w) if key.dtype == FP8_E4M3 and w.device.type == "cuda" else None
+
+
+def _quantize_torch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) -> Quantized:
+    zero_point = None if key.symmetric else torch.empty(scale.shape, dtype=torch.int32, device=w.device)
+    step = max(1, _TORCH_CHUNK // max(1, w.shape[1] * w.shape[2]))
+    for start in range(0, w.shape[0], step):
+        chunk = slice(start, start + step)
+        found = quantize_weight(w[chunk], key, parts=parts)
+        out[chunk].copy_(found.values)
+        scale[chunk].copy_(found.scale)
+        if zero_point is not None and found.zero_point is not None:
+            zero_point[chunk].copy_(found.zero_point)
+    return Quantized(out, scale, zero_point)
+
+
+def _storage_shape(key: QuantKey, experts: int, rows: int, cols: int) -> tuple[int, int, int]:
+    if key.packing is None:
+        return experts, rows, cols
+    count = key.packing.values_per_word
+    return (experts, -(-rows // count), cols) if key.packing.axis == "n" else (experts, rows, -(-cols // count))
+
+
+def _output(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    check_shape(name, given, shape)
+    check_dtype(name, given, (dtype,))
+    if given.device != like.device or not given.is_contiguous():
+        raise TensorError(
+            f"{name} is on {given.device} with strides {given.stride()}, expected contiguous on {like.device}"
+        )
+    return given

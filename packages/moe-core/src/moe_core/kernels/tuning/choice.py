@@ -1,0 +1,128 @@
+"""What a tuning profile has for a selected layer, or why it is not used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_core.errors import ConfigError
+from moe_core.interface.experts import FusedMoEExperts
+from moe_core.kernels.experts.grouped import GroupedExperts
+from moe_core.kernels.gemm.heuristics.tuned import Tuned
+from moe_core.kernels.tuning.places import VARIABLE, given_path, user_path
+from moe_core.kernels.tuning.profile import TuningProfile
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.quant_key import QuantKey, key_name
+
+#: given instead of a path: no profile
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class TuningChoice:
+    """``tuned``: measured configurations of the layer, from the profile ``source``; None: not used, for ``reason``."""
+
+    source: str
+    tuned: Tuned | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.tuned is None:
+            return f"{self.source} is not used: {self.reason}"
+        count, last = len(self.tuned.ranges), self.tuned.ranges[-1].last
+        return f"{self.source}: launch configurations for {count} ranges of tokens, up to {last}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        ranges = 0 if self.tuned is None else len(self.tuned.ranges)
+        return {"source": self.source, "used": self.tuned is not None, "ranges": ranges, "reason": self.reason}
+
+
+def choose(
+    tuning: TuningProfile | str | Path | None,
+    experts: type[FusedMoEExperts],
+    config: FusedMoEConfig,
+    keys: tuple[QuantKey | None, QuantKey | None],
+    device: DeviceInfo,
+) -> TuningChoice | None:
+    """What ``tuning``, or the profile that is found (:func:`find`), has for a layer's ``experts``; None without one."""
+    found = find(tuning, device)
+    if found is None:
+        return None
+    profile, source = found
+    reason = profile if isinstance(profile, str) else profile.reason_against(device)
+    if reason is not None:
+        return TuningChoice(source, reason=reason)
+    return _of_layer(profile, source, experts, config, keys, device)  # type: ignore[arg-type]
+
+
+def _of_layer(
+    profile: TuningProfile,
+    source: str,
+    experts: type[FusedMoEExperts],
+    config: FusedMoEConfig,
+    keys: tuple[QuantKey | None, QuantKey | None],
+    device: DeviceInfo,
+) -> TuningChoice:
+    if not issubclass(experts, GroupedExperts):
+        return TuningChoice(source, reason=f"{experts.__name__} chooses its launches itself")
+    if config.batch_invariant:
+        return TuningChoice(source, reason="a batch-invariant layer keeps one configuration for all numbers of tokens")
+    made = experts(config, weight_key=keys[0], activation_key=keys[1], device=device)
+    tuned = profile.find(name_of(keys[0]), name_of(keys[1]), made.problem)
+    if tuned is None or not tuned.ranges:
+        return TuningChoice(source, reason="it holds nothing of this layer; moe tune adds it")
+    return TuningChoice(source, tuned)
+
+
+def find(tuning: TuningProfile | str | Path | None, device: DeviceInfo) -> tuple[TuningProfile | str, str] | None:
+    """(the profile or why it can't be used, where it is from): ``tuning``, which may be a path, or what is found.
+
+    Found is what ``MOE_TUNING`` names, else the user's own profile of ``device``, which may be missing or broken.  None
+    where there is none, and for "none", given or as the variable's value.  Raises ConfigError for a path that was
+    given, or named by the variable, and can't be read.
+    """
+    if isinstance(tuning, TuningProfile):
+        return tuning, "the given profile"
+    if tuning is not None and not isinstance(tuning, str | Path):
+        raise ConfigError(f"tuning is {tuning!r}, expected a TuningProfile, a path, or 'none'")
+    named = tuning is None
+    tuning = given_path() if named else tuning
+    if tuning is not None:
+        if str(tuning) == NONE:
+            return None
+        path = Path(tuning)
+        try:
+            return _read(path, _stamp(path)), str(path)
+        except ConfigError as error:
+            raise ConfigError(f"{VARIABLE}: {error.message}" if named else error.message) from None
+    own = user_path(device.name) if device.is_gpu else None
+    stamp = None if own is None else _stamp(own)
+    if own is None or stamp is None:
+        return None
+    try:
+        return _read(own, stamp), str(own)
+    except ConfigError as error:
+        return error.message, str(own)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes with a file; None where there is none."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, stamp: tuple[int, int] | None) -> TuningProfile:
+    return TuningProfile.read(path)
+
+
+def name_of(key: QuantKey | None) -> str | None:
+    """How a profile names a quant key; None for 16 bits."""
+    return None if key is None else key_name(key)

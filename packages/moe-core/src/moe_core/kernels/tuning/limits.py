@@ -1,0 +1,183 @@
+"""What launch configurations may be: what kernels accept, and what must stay for the sake of accuracy.
+
+The heuristics stay within it; configurations that were measured, or come from a file, are held to it.
+
+Two choices decide how numbers are rounded, so that they are the heuristics' alone (`rounding`):
+
+- tiles of at most 32 rows sum, or scale, the product of each step by itself, larger ones have no registers for that:
+  with scales of groups they multiply the weights instead, and e2m1 x e4m3 keeps a running sum in the tensor cores
+- the warp-specialised kernel keeps running sums of e4m3 in the tensor cores, which hold fewer bits, where scales do not
+  change along k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+
+from moe_core.kernels.gemm.heuristics import gemv_plan, launch_plan
+from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.heuristics.invariant import sums_alike
+from moe_core.kernels.gemm.heuristics.mixed_input import with_registers
+from moe_core.kernels.gemm.heuristics.problem import LayerProblem
+from moe_core.kernels.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, steps_of
+from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.workspaces import MAX_SPLIT_K, MIN_BLOCK_M
+
+#: a layer's launch configurations, whichever kernels they are for
+Plan = TilePlan | GemvPlan
+#: rows of activations up to which a step's product has registers of its own
+FEW = 32
+#: fewest and most of each number of a configuration; all are powers of two but those of `_ANY`
+NUMBERS = {
+    "block_m": (MIN_BLOCK_M, 256),
+    "block_n": (8, 256),
+    "block_w": (32, 1024),
+    "num_warps": (1, 16),
+    "num_stages": (1, 8),
+    "group_m": (1, 64),
+    "split_k": (1, MAX_SPLIT_K),
+}
+#: columns of h for which a program of gemm1 may find room: rows of h are whole so many columns
+WIDEST = 128
+#: bytes of shared memory for the vectors of a program
+_VECTORS = 128 << 10
+#: numbers that are no powers of two, by `mma_sync`, whose words are requested in steps
+_ANY = {False: ("num_stages",), True: ("num_stages", "block_w")}
+#: what else is free to be, or held to more; other fields have values that the heuristics give them for the layer
+FREE = ("tma", "max_registers")
+#: numbers of tokens at which the heuristics are asked what they choose for a layer at all
+ASKED = tuple(sorted({step * 2**power // 2 for power in range(1, 18) for step in (2, 3)}))
+
+
+@lru_cache(maxsize=256)
+def own_plans(problem: LayerProblem) -> tuple[TilePlan, ...]:
+    """The heuristics' plans for all numbers of tokens, from few to many."""
+    return tuple(dict.fromkeys(launch_plan(problem, tokens) for tokens in ASKED))
+
+
+def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
+    """What of a configuration decides how numbers are rounded; see the module."""
+    plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
+    running = config.warp_specialised and problem.family == "scaled_mm" and not sums_alike(problem)
+    return config.block_m <= FEW and not plain, running
+
+
+def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[str]:
+    """Reasons against ``plan`` for calls with ``first`` to ``last`` tokens; empty if there are none."""
+    found = list(_numbers(plan))
+    if plan.pdl and not problem.capability >= 90:
+        found.append("dependent launches (pdl) need sm90 or newer")
+    if isinstance(plan, GemvPlan):
+        return [*found, *_of_gemv(problem, plan, last)]
+    # numbers of tokens between those that are asked may have plans of their own
+    edges = tuple(launch_plan(problem, tokens) for tokens in (first, last))
+    own = (*own_plans(problem), *edges)
+    for name in ("gemm1", "gemm2"):
+        of_gemm = [getattr(one, name) for one in own]
+        found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), of_gemm, last)]
+        config, allowed = getattr(plan, name), set()
+        heights = {one.block_m for one in own if getattr(one, name).warp_specialised}
+        if config.warp_specialised and plan.block_m not in heights:
+            found.append(f"{name}: the warp-specialised kernel does not take tiles of {plan.block_m} rows")
+        for one in edges:
+            allowed.add(rounding(problem, getattr(one, name)))
+        if rounding(problem, config) not in allowed:
+            found.append(f"{name}: {config.block_m} rows, by this kernel, round otherwise than the built-in choice")
+    return found
+
+
+def _numbers(plan: Plan) -> Iterator[str]:
+    for name in ("gemm1", "gemm2"):
+        config: Any = getattr(plan, name)
+        for field in fields(config):
+            if field.name not in NUMBERS:
+                continue
+            value, (low, high) = getattr(config, field.name), NUMBERS[field.name]
+            if not low <= value <= high:
+                yield f"{name}: {field.name} is {value}, expected {low} to {high}"
+            elif field.name not in _ANY[getattr(config, "mma_sync", False)] and value & (value - 1):
+                yield f"{name}: {field.name} is {value}, expected a power of two"
+
+
+def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
+    own = gemv_plan(problem, last)
+    if own is None:
+        yield f"kernels for unsorted pairs are not for {last} tokens of this layer"
+        return
+    pairs = problem.top_k if plan.fuse_finalize else 1
+    scaled = problem.family == "scaled_mm"
+    if pairs > 1 and not scaled:
+        yield f"fuse_finalize: kernels of words add up no pairs of a token, which has {pairs}"
+    if pairs & (pairs - 1) or pairs > plan.gemm2.num_warps:
+        yield f"gemm2: {plan.gemm2.num_warps} warps share no {pairs} pairs"
+    numbers = pairs * problem.intermediate_size * (1 if problem.element == "int8" else 2)
+    if plan.fuse_finalize and scaled and numbers > _VECTORS:
+        yield f"fuse_finalize: vectors of {pairs} pairs take {numbers} bytes of shared memory, of {_VECTORS} for them"
+    for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
+        built_in: GemvConfig = getattr(own, name)
+        most = 64 * pairs if name == "gemm2" else 64
+        if config.block_n < 16 and not (plan.fuse_finalize and scaled and name == "gemm2"):
+            yield f"{name}: block_n is {config.block_n}, a program has at least 16 rows"
+        if config.mma_sync != built_in.mma_sync:
+            yield f"{name}: mma_sync is {config.mma_sync}, which no built-in choice for such a layer has"
+        if config.block_n * config.block_w < 4 * 32 * config.num_warps:
+            yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
+        if config.mma_sync and (config.num_warps != 4 or config.block_n not in (16, 32, 64)):
+            yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
+        if not scaled and name == "gemm1" and config.block_n > WIDEST * (2 if problem.gated else 1):
+            yield f"gemm1: block_n is {config.block_n}, rows of h have room for {WIDEST} columns of a program"
+        if scaled and config.block_w > 128:
+            yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
+        if scaled and config.block_n > most:
+            # rows of h have room for whole 128 columns, and a program meets one row of weight scales
+            yield f"{name}: block_n is {config.block_n}, a program has at most {most} rows"
+        if not scaled and config.num_stages != 1:
+            yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
+
+
+def _of_tiles(
+    problem: LayerProblem, name: str, config: TileConfig, own: Sequence[TileConfig], last: int
+) -> Iterator[str]:
+    first = name == "gemm1"
+    columns, rows = problem.hidden_size, problem.intermediate_size * (2 if problem.gated else 1)
+    if not first:
+        columns, rows = problem.intermediate_size, problem.hidden_size
+    if config.block_m < 16 and (problem.family, problem.capability) != ("mixed_input", 90):
+        yield f"{config.block_m} rows are for repacked weights on sm90"
+    if config.tma and problem.capability < 90:
+        yield "tensor maps (tma) need sm90 or newer"
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*NUMBERS, *FREE) and value not in {getattr(c, field.name) for c in own}:
+            yield f"{field.name} is {value}, which no built-in choice for such a layer has"
+    possible = {0, with_registers(problem, config).max_registers if problem.capability == 90 else 0}
+    if config.max_registers not in possible:
+        yield f"max_registers is {config.max_registers}, expected one of {sorted(possible)} for such a tile"
+    if config.block_n not in widths(problem, name):
+        yield f"block_n is {config.block_n}, expected one of {sorted(widths(problem, name))}"
+    if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
+        yield "the warp-specialised kernel has tiles of its own: only group_m is free"
+    if config.split_k > 1:
+        step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
+        # float32 operands have one plan; 8-bit activations of a float32 layer are no such operands
+        if not problem.may_split or (problem.dtype_bytes == 4 and problem.family != "scaled_mm"):
+            yield "split_k: this layer's k loops are not split"
+        elif config.split_k > steps_of(columns, step):
+            yield f"split_k is {config.split_k}, the k loop has {steps_of(columns, step)} steps"
+        elif last * problem.top_k * config.split_k * rows > MAX_PARTIALS:
+            yield f"split_k is {config.split_k}: partial sums of {last} tokens have no room"
+
+
+def widths(problem: LayerProblem, name: str) -> frozenset[int]:
+    """Columns that a tile of ``name``, gemm1 or gemm2, may have.
+
+    Those that the heuristics choose.  Half tiles too where nobody relies on whole ones: an epilogue that quantises h
+    fills it up to whole tiles, scales of blocks belong to whole ones.
+    """
+    own = frozenset(getattr(plan, name).block_n for plan in own_plans(problem))
+    if problem.dtype_bytes == 4 or (problem.family == "scaled_mm" and problem.group_size != -1):
+        return own
+    return own | {BLOCK_N // 2} if name == "gemm2" or problem.family == "mixed_input" else own

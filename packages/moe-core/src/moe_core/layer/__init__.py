@@ -1,0 +1,1 @@
+"""``FusedMoELayer`` and how it is loaded."""

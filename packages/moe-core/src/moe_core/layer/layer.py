@@ -1,0 +1,687 @@
+"""One MoE layer as a module: loads, converts, routes, applies, reloads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_core._support.autocast import autocast_off, is_autocast, without_autocast
+from moe_core._support.fake import is_fake
+from moe_core.errors import (
+    ConfigError,
+    MoEError,
+    TensorError,
+    check_dtype,
+    check_instance,
+    check_shape,
+    check_tensor,
+)
+from moe_core.interface.call_arguments import check_beside, check_width, refuse_gradients
+from moe_core.kernels.launch.compile_ahead import Progress
+from moe_core.layer.recipe import completed, recipe_of
+from moe_core.layer.state_dicts import ExpertsForm, experts_of, leave_out
+from moe_core.parallel.shard import local_expert_range, map_of
+from moe_core.parallel.shard_plan import refine
+from moe_core.runtime.kernel import FusedMoEKernel
+from moe_core.runtime.kernel_call import KernelCall
+from moe_core.selection.oracle import Oracle
+from moe_core.selection.registry import registry
+from moe_core.selection.report import Selection
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.lora import LoRAWeights
+from moe_core.spec.routing import LOGIT_DTYPES, RoutingConfig
+from moe_core.spec.weights import KernelWeights, MoEWeights, check_writable
+
+if TYPE_CHECKING:
+    from moe_core.checkpoint import Checkpoint, Given, LayerSource
+    from moe_core.kernels.ops.online import OnlineQuantization
+    from moe_core.parallel.distributed.groups import ParallelGroups
+    from moe_core.parallel.placement.placement import ExpertPlacement
+    from moe_core.spec.quant_key import QuantKey
+
+
+class FusedMoELayer(nn.Module):
+    """The routed experts of one layer, ready to run.
+
+    ``FusedMoELayer.from_weights`` selects a backend for canonical weights and converts them;
+    :func:`load_layer` does so from a checkpoint.  The weights live in the backend's layout and are no parameters.
+
+    ``copy.deepcopy``, ``pickle`` and ``torch.save`` of the layer, or of a model that holds it, keep everything.
+    ``state_dict()`` leaves the experts out, with an ExpertsLeftOutWarning: no checkpoint has a backend's layout.  What
+    writes or offloads a whole model (``save_pretrained``, ``Trainer.save_model``, ``cpu_offload``) raises ConfigError;
+    :func:`experts_left_out` writes what a model has beside its experts.  ``load_state_dict()`` reloads experts that a
+    state dict holds, and raises ConfigError, also with ``strict=False``, where they don't fit; without any they stay.
+
+    ``.to()``, ``.half()`` and the like of a model that holds the layer raise ConfigError, before anything is changed,
+    where the layer would need another device or dtype.
+    """
+
+    #: whether ``state_dict()`` leaves the experts out without a warning: see :func:`experts_left_out`
+    state_dict_without_experts = False
+
+    def __init__(
+        self,
+        kernel: FusedMoEKernel,
+        selection: Selection,
+        *,
+        routing: RoutingConfig | None = None,
+        router_weight: Tensor | None = None,
+        router_bias: Tensor | None = None,
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        owns_weights: bool = False,
+        online: OnlineQuantization | None = None,
+        origin: LayerOrigin | None = None,
+    ) -> None:
+        """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
+
+        All of them, and the ``expert_map`` [E] int32, are where the kernel's weights are.
+        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them; the layer
+        copies the router's, which it overwrites too;
+        ``online``: how 16-bit weights were quantised, and will be when they are reloaded; ``origin``: which layer of a
+        checkpoint they were.
+        """
+        super().__init__()
+        check_instance("kernel", kernel, FusedMoEKernel)
+        check_instance("routing", routing, RoutingConfig, type(None))
+        self.kernel = kernel
+        self.selection = selection
+        self.routing = routing or kernel.config.routing
+        copied = _own if owns_weights else _same
+        self.router_weight = copied(router_weight)
+        self.router_bias = copied(router_bias)
+        self.correction_bias = copied(correction_bias)
+        self.expert_map = expert_map
+        self.owns_weights = owns_weights
+        self.online = online
+        self.origin = origin
+        self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        """Raise TensorError for routing tensors and a map that do not fit the layer."""
+        experts, hidden = self.config.num_experts, self.config.hidden_size
+        for name, shape, dtypes in (
+            ("router_weight", (experts, hidden), LOGIT_DTYPES),
+            ("router_bias", (experts,), LOGIT_DTYPES),
+            ("correction_bias", (experts,), LOGIT_DTYPES),
+            ("expert_map", (experts,), (torch.int32,)),
+        ):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
+            check_shape(name, tensor, shape)
+            check_dtype(name, tensor, dtypes)
+            if tensor.device != self.weights.device:
+                raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {self.weights.device}")
+        movement = self.kernel.prepare_finalize
+        over_ranks = movement is not None and movement.groups is not None and not movement.maps_experts
+        if self.expert_map is None and over_ranks and self.config.local_experts < experts:
+            raise TensorError(
+                f"expert_map [{experts}] is missing: this rank holds {self.config.local_experts} of {experts} experts"
+            )
+        if self.expert_map is not None and self.expert_map.device.type != "meta":
+            place, local = int(self.expert_map.max()), self.config.local_experts
+            if place >= local:
+                raise TensorError(f"expert_map names place {place}, expected -1 or one of {local} places here, from 0")
+            self._check_placed(self.expert_map)
+
+    def _check_placed(self, expert_map: Tensor) -> None:
+        """Raise ConfigError where tokens are sent to other places than ``expert_map`` names."""
+        movement, rank = self.kernel.prepare_finalize, self.config.parallel.ep_rank
+        if movement is None or not movement.maps_experts or movement.placement is None:
+            return
+        if not torch.equal(expert_map.cpu(), movement.placement.expert_map(rank)):
+            raise ConfigError(
+                f"expert_map says that ep_rank {rank} holds the experts {self._mapped()}, and tokens are sent to it "
+                f"for {list(movement.placement.ranks[rank])}: give the placement= that the experts were chosen by"
+            )
+
+    def _mapped(self) -> list[int] | None:
+        """Global ids of the experts that the map has here, in their order; None without a map."""
+        if self.expert_map is None:
+            return None
+        places = {place: expert for expert, place in enumerate(self.expert_map.tolist()) if place >= 0}
+        return [places[place] for place in sorted(places)]
+
+    @staticmethod
+    @without_autocast
+    def from_weights(
+        scheme: str | Oracle,
+        config: FusedMoEConfig,
+        weights: MoEWeights,
+        *,
+        backend: str = "auto",
+        router_weight: Tensor | None = None,
+        router_bias: Tensor | None = None,
+        correction_bias: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        copy: bool = False,
+        quantize: str | OnlineQuantization | None = None,
+        groups: ParallelGroups | None = None,
+        placement: ExpertPlacement | None = None,
+    ) -> FusedMoELayer:
+        """Select a backend for the device that ``weights`` are on, convert them and build the layer.
+
+        Where a backend's layout is the canonical one, the layer uses the tensors of ``weights`` themselves.  ``copy``
+        gives it its own, which :meth:`reload` needs.  ``quantize``: what to make of 16-bit ``weights``, by the name
+        that the scheme gives it ("fp8_per_channel").  ``groups`` of a layer over several ranks, whose part ``config``
+        and ``weights`` are (:func:`moe_core.shard_layer`), and the ``placement`` of experts: the outputs are whole
+        then, as :meth:`moe_core.Oracle.make_kernel` says.  Without ``expert_map`` and ``placement`` groups place
+        consecutive experts on each rank.
+        """
+        if not isinstance(scheme, str | Oracle):
+            raise ConfigError(f"scheme is {scheme!r}, expected a name ({', '.join(registry().scheme_names())})")
+        if not isinstance(weights, MoEWeights):
+            raise TensorError(f"weights is {type(weights).__name__}, expected canonical weights: MoEWeights(w13=…)")
+        check_tensor("w13", weights.w13)
+        if weights.w13.is_meta:
+            raise TensorError("w13 is on the meta device: it has no values to convert")
+        if is_fake(weights.w13):
+            raise TensorError("w13 has no values to convert: make the layer outside of FakeTensorMode, call it within")
+        check_instance("copy", copy, bool)
+        oracle = registry().oracle(scheme) if isinstance(scheme, str) else scheme
+        online = None if quantize is None else registry().online(quantize)
+        if online is not None and online.scheme != oracle.scheme:
+            raise ConfigError(f"{online.name} makes weights of the scheme {online.scheme}, not of {oracle.scheme}")
+        selection = oracle.select(
+            config,
+            weight_key=weights.weight_key if online is None else online.weight_key,
+            activation_key=weights.activation_key if online is None else online.activation_key,
+            moe_backend=backend,
+            device=weights.w13.device,
+        )
+        lora = room_for_lora(config, weights.w13.device)
+        if online is not None:
+            weights.validate(config)
+        quantized = weights if online is None else online.quantize(weights)
+        converted = oracle.convert(selection, replace(quantized, shared=quantized.shared and not copy))
+        kernel = oracle.make_kernel(
+            selection, converted.apart_from(weights) if copy else converted, groups=groups, placement=placement
+        )
+        kernel.lora = lora
+        if expert_map is None and groups is not None and placement is None:
+            expert_map = _consecutive(kernel)
+        return FusedMoELayer(
+            kernel,
+            selection,
+            router_weight=router_weight,
+            router_bias=router_bias,
+            correction_bias=correction_bias,
+            expert_map=expert_map,
+            owns_weights=copy,
+            online=online,
+        )
+
+    @property
+    def config(self) -> FusedMoEConfig:
+        return self.kernel.config
+
+    @property
+    def weights(self) -> KernelWeights:
+        return self.kernel.weights
+
+    @property
+    def lora(self) -> LoRAWeights | None:
+        """Places for LoRA adapters, where the layer's config is enabled for them."""
+        return self.kernel.lora
+
+    def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E] by the layer's routing."""
+        routing = self._own_routing()
+        check_shape("router_logits", router_logits, ("M", self.config.num_experts))
+        from moe_core.kernels.ops.routing import fused_route
+
+        return fused_route(router_logits, top_k=self.config.top_k, config=routing, correction_bias=self.correction_bias)
+
+    def _own_routing(self) -> RoutingConfig:
+        if self.routing is None:
+            why = (self.origin and self.origin.routing_reason) or "its config has no routing="
+            raise ConfigError(f"the layer has no routing: give topk_weights and topk_ids; {why}")
+        return self.routing
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The routed experts' weighted sum of ``hidden_states`` [..., K], of the same shape.
+
+        Routing comes from ``topk_weights`` and ``topk_ids`` [M, k] if given, else from ``router_logits`` [M, E],
+        else from the layer's own router weight.  ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`.
+        ``tokens_per_rank``, where tokens cross ranks: how many each brings (:meth:`moe_core.FusedMoEKernel.apply`).
+        Where ranks share the rows of the output out it has this rank's, [M', K].
+
+        For inference only: there are no gradients.  Within ``torch.autocast``, hidden states in another dtype than the
+        layer's are cast to it and the result is cast back; it has no other effect.  Raises TensorError for
+        arguments of the wrong shape, dtype or device, and for those that require grad outside ``torch.no_grad()``.
+        """
+        if not torch.compiler.is_compiling():  # there the operator says so, where a graph must be whole too
+            check_width(hidden_states, self.config, "...")
+        if torch.is_grad_enabled():
+            refuse_gradients(hidden_states=hidden_states, router_logits=router_logits, topk_weights=topk_weights)
+        given = hidden_states.dtype
+        if given is not self.config.dtype and is_autocast(hidden_states):
+            hidden_states = hidden_states.to(self.config.dtype)
+        x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen = self._routed(x, router_logits, topk_weights, topk_ids)
+        if isinstance(chosen, Tensor):
+            if adapter_ids is not None:
+                raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
+            out = self.kernel.apply_monolithic(
+                x, router_logits=chosen, correction_bias=self.correction_bias, expert_map=self.expert_map
+            )
+        else:
+            out = self.kernel.apply(
+                x,
+                topk_weights=chosen[0],
+                topk_ids=chosen[1],
+                expert_map=self.expert_map,
+                adapter_ids=adapter_ids,
+                tokens_per_rank=tokens_per_rank,
+            )
+        out = out.to(given)
+        return out if x is hidden_states or self.kernel.shares_out else out.view(hidden_states.shape)
+
+    def start(
+        self,
+        hidden_states: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> KernelCall:
+        """Begin a call with ``hidden_states`` [M, K]: arguments as of :meth:`forward`, steps as of
+        :meth:`moe_core.FusedMoEKernel.start`, between which shared experts run, or other micro-batches.
+
+        Raises ConfigError where the experts route by themselves.
+        """
+        check_width(hidden_states, self.config)
+        chosen = self._routed(hidden_states, router_logits, topk_weights, topk_ids)
+        if isinstance(chosen, Tensor):
+            raise ConfigError(f"{self.selection.backend} routes by itself: its calls have no steps, call the layer")
+        return self.kernel.start(
+            hidden_states,
+            topk_weights=chosen[0],
+            topk_ids=chosen[1],
+            expert_map=self.expert_map,
+            adapter_ids=adapter_ids,
+            tokens_per_rank=tokens_per_rank,
+        )
+
+    def _routed(
+        self, x: Tensor, router_logits: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """(topk_weights, topk_ids) as given or by the layer's routing; logits where the experts route."""
+        if (topk_weights is None) != (topk_ids is None):
+            missing = "topk_ids" if topk_ids is None else "topk_weights"
+            raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
+        if topk_weights is not None and topk_ids is not None:
+            return topk_weights, topk_ids
+        self._own_routing()
+        if router_logits is None:
+            router_logits = self.router_logits(x)
+        else:
+            check_shape("router_logits", router_logits, (x.shape[0], self.config.num_experts))
+            if not torch.compiler.is_compiling():
+                check_beside(x, "router_logits", router_logits)
+        if self.kernel.is_monolithic:
+            return router_logits
+        return self.route(router_logits)
+
+    def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
+        """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
+        from moe_core.runtime.compile_calls import compile_calls
+
+        return compile_calls([(self.kernel, self)], max_tokens, progress=progress)
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight and bias."""
+        if self.router_weight is None:
+            raise TensorError("the layer has no router weight: give router_logits, or topk_weights and topk_ids")
+        check_width(x, self.config)
+        if torch.is_grad_enabled():
+            refuse_gradients(hidden_states=x, router_weight=self.router_weight, router_bias=self.router_bias)
+        if not torch.compiler.is_compiling():
+            check_beside(x, "router_weight", self.router_weight)
+        with autocast_off(x.device.type):
+            weight = self.router_weight.float().T
+            if self.config.batch_invariant:
+                logits = _fixed_rows_product(x.float(), weight)
+            else:
+                logits = x.float() @ weight
+            return logits if self.router_bias is None else logits + self.router_bias.float()
+
+    @without_autocast
+    @torch.no_grad()
+    def reload(self, weights: MoEWeights | Checkpoint | str | os.PathLike[str], *, layer: int | None = None) -> None:
+        """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
+
+        ``weights``: canonical ones, or a checkpoint (folder) with the same layer, whose router is taken too where this
+        layer has one; ``layer``: its index there, default the one that this layer was loaded from.
+        16-bit weights are quantized as the layer's are: as at load, or by the keys of the checkpoint that it came from.
+        Raises TensorError, with the old weights untouched, if the new ones don't fit; CheckpointError for a checkpoint
+        that can't be read; ConfigError for one of another layer, or if this layer shares its tensors with whoever made
+        it, since they would be overwritten.
+        """
+        if not self.owns_weights:
+            raise ConfigError(
+                "the layer may share its weights with their owner, and reloading would overwrite them: build it with "
+                "load_layer, with FusedMoELayer.from_weights(..., copy=True) or with owns_weights=True"
+            )
+        router: dict[str, Tensor] = {}
+        if not isinstance(weights, MoEWeights):
+            from moe_core.checkpoint import Checkpoint
+
+            check_instance("weights", weights, MoEWeights, Checkpoint, str, os.PathLike)
+            source, quantized = self._read(weights, layer)
+            router = self._router_of(source)
+            weights = source.weights(device=self.weights.device)
+            if quantized:
+                weights = completed(weights, self.selection, self.config, self.weights.quant_config)
+        elif layer is not None:
+            raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
+        if weights.weight_key is None:
+            weights = self._quantized(weights)
+        if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
+            raise TensorError(
+                f"the layer was built for {_keys(self.selection.weight_key, self.selection.activation_key)}, "
+                f"the new weights are {_keys(weights.weight_key, weights.activation_key)}"
+            )
+        weights.validate(self.config)
+        # the layer's tensors are its own, and have the layout of such
+        ready = replace(weights.to(self.weights.device).detached().row_major(), shared=False)
+        converted = self.kernel.experts.convert(ready)
+        # whatever can fail comes before the first write, which is that of copy_
+        for name in router:
+            check_writable(name, getattr(self, name))
+        self.kernel.weights.copy_(converted)
+        for name, tensor in router.items():
+            getattr(self, name).copy_(tensor)
+
+    def _quantized(self, weights: MoEWeights) -> MoEWeights:
+        """16-bit ``weights`` with the layer's keys; as they are where the layer's are in 16 bits too."""
+        if self.selection.weight_key is None:
+            return weights
+        # scales of static activations may come along; else the layer's stay
+        weights = replace(
+            weights, activation_key=None if weights.w13_input_scale is None else self.selection.activation_key
+        )
+        weights.validate(self.config)
+        here = weights.to(self.weights.device)
+        if self.online is None:
+            found = recipe_of(self.selection).quantize(here)
+            return completed(found, self.selection, self.config, self.weights.quant_config)
+        found = self.online.quantize(here)
+        if self.selection.weight_key != found.weight_key:  # finer groups, for equal shares of columns
+            found = refine(self.config, found, self.selection.weight_key)
+            found = replace(found, activation_key=self.selection.activation_key)
+        return found
+
+    def _read(self, checkpoint: Checkpoint | str | os.PathLike[str], layer: int | None) -> tuple[LayerSource, bool]:
+        """The layer of a checkpoint that replaces this one, without its weights.
+
+        Also whether it is in 16 bits, which :func:`moe_core.layer.recipe.recipe_of` quantizes.
+        """
+        from moe_core.checkpoint import read_layer
+        from moe_core.checkpoint.experts.layer_experts import find_layer
+        from moe_core.checkpoint.experts.matrices import unquantized_reason
+
+        there = opened(checkpoint)
+        origin = self.origin or LayerOrigin(None)
+        index = origin.index if layer is None else layer
+        plain = self.online is None and unquantized_reason(find_layer(there, index, origin.stack)) is not None
+        recipe = recipe_of(self.selection) if plain and self.selection.weight_key is not None else None
+        source = read_layer(
+            there,
+            index,
+            dtype=self.config.dtype,
+            experts=self._held(),
+            quantize=recipe or self.online,
+            activation_key=origin.activation_key if recipe is None else recipe.activation_key,
+            stack=origin.stack,
+            given=origin.given,
+            parallel=self.config.parallel,
+        )
+        rank, size = self.config.parallel.tp_rank, self.config.intermediate_size
+        for cut in source.cuts:
+            begin, end = cut.ranges[rank]
+            keys = (cut.weight_key, cut.activation_key)
+            wanted = (self.selection.weight_key, self.selection.activation_key)
+            if recipe is not None:
+                wanted = (recipe.weight_key, recipe.activation_key)
+            if end - begin == size and keys == wanted:
+                source = source.with_cut(cut)
+                break
+        for name in _SAME_LAYER:
+            old, new = getattr(self.config, name), getattr(source.config, name)
+            # where each call is given its experts, a model may choose more or fewer than config.json says
+            if old != new and not (name == "top_k" and self.routing is None):
+                raise ConfigError(f"{source.prefix} of {there.path} has {name}={new}, the layer has {old}")
+        return source, recipe is not None
+
+    def _held(self) -> list[int] | None:
+        """Global ids of the experts that are here, in their order; None for all."""
+        movement = self.kernel.prepare_finalize
+        if movement is not None and movement.maps_experts and movement.placement is not None:
+            # experts may have moved since the map was made
+            return list(movement.placement.ranks[self.config.parallel.ep_rank])
+        return self._mapped()
+
+    def _router_of(self, source: LayerSource) -> dict[str, Tensor]:
+        """The router of another checkpoint, by the names of this layer's tensors."""
+        found: dict[str, Tensor] = {}
+        for name in ("router_weight", "router_bias", "correction_bias"):
+            mine: Tensor | None = getattr(self, name)
+            new: Tensor | None = getattr(source, name)
+            if mine is None:
+                continue
+            if new is None:
+                raise ConfigError(f"the layer has a {name}, {source.prefix} of {source.layer.checkpoint.path} has none")
+            check_shape(name, new, tuple(mine.shape))
+            found[name] = new
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not self.state_dict_without_experts:
+            leave_out(destination, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        own = {name for name, _ in self.named_parameters()} | {name for name, _ in self.named_buffers()}
+        given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        given = {name: tensor for name, tensor in given.items() if name not in own}
+        self.load_experts(given, prefix)
+        left = {name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in given}
+        super()._load_from_state_dict(left, prefix, *arguments)
+
+    def load_experts(self, tensors: Mapping[str, Any], prefix: str, form: ExpertsForm | None = None) -> None:
+        """Replace the experts by entries of a state dict; without any they stay.
+
+        Args:
+            tensors: entries below ``prefix``, by the remainders of their names
+                (:func:`moe_core.layer.state_dicts.experts_of`).
+            prefix: of their names in the state dict, for errors.
+            form: how stacked tensors are laid out.
+
+        Raises:
+            ConfigError: with the old experts untouched, where the tensors are not all of the layer's experts, or do not
+                fit.
+        """
+        if not tensors:
+            return
+        try:
+            for name, tensor in tensors.items():
+                check_tensor(name, tensor)
+            keys = self.selection.weight_key, self.selection.activation_key
+            self.reload(experts_of(tensors, self.config, keys, form))
+        except MoEError as error:
+            more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
+            raise ConfigError(
+                f"load_state_dict() cannot take {prefix}{next(iter(tensors))}{more}, experts that the backend "
+                f"{self.selection.backend} runs: {error.message}",
+                details=error.details,
+            ) from error
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"E={config.num_experts}, top_k={config.top_k}, K={config.hidden_size}, N={config.intermediate_size}, "
+            f"backend={self.selection.backend}"
+        )
+
+    def _check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """ConfigError where ``fn``, which a module's ``_apply`` is about to use, would move or convert the layer."""
+        dtype, device = self.config.dtype, self.weights.device
+        with torch.no_grad():
+            probe = fn(torch.empty(0, dtype=dtype, device=device))
+        if probe.device != device:
+            raise ConfigError(
+                f"the layer's weights are laid out for {device} (backend {self.selection.backend}) and can't be moved "
+                f"to {probe.device}: load the layer on that device; nothing was moved"
+            )
+        if probe.dtype is not dtype:
+            raise ConfigError(
+                f"the layer takes hidden states in {dtype} (backend {self.selection.backend}) and can't be converted "
+                f"to {probe.dtype}: load it with dtype={probe.dtype}; nothing was converted"
+            )
+
+
+def _check_first(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``Module._apply``, which asks all layers of moe_core below a module before it changes the first tensor.
+
+    It converts children one after the other: a layer alone could refuse only when others are converted already.
+    """
+
+    within = threading.local()
+
+    @functools.wraps(apply)
+    def checked(self: nn.Module, fn: Callable[[Tensor], Tensor], *arguments: Any, **named: Any) -> Any:
+        if getattr(within, "checked", False):
+            return apply(self, fn, *arguments, **named)
+        for module in self.modules():
+            if isinstance(module, FusedMoELayer):
+                module._check_conversion(fn)
+        within.checked = True
+        try:
+            return apply(self, fn, *arguments, **named)
+        finally:
+            within.checked = False
+
+    return checked
+
+
+nn.Module._apply = _check_first(nn.Module._apply)  # type: ignore[method-assign]
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    """A copy that nobody else holds; of a parameter, a parameter."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _same(tensor: Tensor | None) -> Tensor | None:
+    return tensor
+
+
+def _keys(weight_key: QuantKey | None, activation_key: QuantKey | None) -> str:
+    return f"{weight_key or '16-bit weights'} with {activation_key or '16-bit activations'}"
+
+
+@dataclass(frozen=True)
+class LayerOrigin:
+    """Where a layer came from, and how it was read.
+
+    - ``index`` in its model (None: the first with experts), ``stack`` of layers
+    - ``activation_key``, ``given``: what was asked for
+    - ``routing_reason``: why it has no routing, if it has none
+    """
+
+    index: int | None
+    activation_key: QuantKey | str | None = "checkpoint"
+    stack: str | None = None
+    given: Given | None = None
+    routing_reason: str | None = None
+
+
+#: what a reloaded layer must have in common with the one whose place it takes
+_SAME_LAYER = (
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "intermediate_size",
+    "activation",
+    "params",
+    "has_bias",
+    "apply_router_weight_on_input",
+    "routing",
+)
+
+
+@contextlib.contextmanager
+def experts_left_out(model: nn.Module) -> Iterator[None]:
+    """Within it, ``model.state_dict()`` (and ``save_pretrained``) leaves all experts out without a word.
+
+    Whoever reads what is written then needs the experts from elsewhere: the checkpoint that they came from.
+    """
+    check_instance("model", model, nn.Module)
+    layers = [module for module in model.modules() if isinstance(module, FusedMoELayer)]
+    before = [layer.state_dict_without_experts for layer in layers]
+    try:
+        for layer in layers:
+            layer.state_dict_without_experts = True
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.state_dict_without_experts = value
+
+
+def opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    """A checkpoint from what users pass."""
+    from moe_core.checkpoint import Checkpoint
+
+    return path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+
+
+def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
+    """The map of a rank with consecutive experts, as groups place them by default; None where none is asked."""
+    config, movement = kernel.config, kernel.prepare_finalize
+    if config.local_experts == config.num_experts or (movement is not None and movement.maps_experts):
+        return None
+    held = local_expert_range(config.num_experts, config.parallel)
+    if len(held) != config.local_experts:
+        raise ConfigError(
+            f"expert_map is missing: without it and placement= this rank has {len(held)} consecutive experts of "
+            f"{config.num_experts}, the config says num_local_experts {config.local_experts}"
+        )
+    return map_of(held, config.num_experts, kernel.weights.device)
+
+
+def room_for_lora(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
+    """Empty places for adapters, where the config is enabled for them."""
+    return LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
+
+
+def _fixed_rows_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x`` [M, K] times ``matrix`` [K, N], in products of one size, so that a row's bits do not depend on M."""
+    # rows of one tile are summed alike on a GPU; a CPU's products differ among places too
+    rows = 16 if x.is_cuda else 1
+    parts = torch.split(F.pad(x, (0, 0, 0, -len(x) % rows)), rows)
+    return torch.cat([part.clone() @ matrix for part in parts])[: len(x)]

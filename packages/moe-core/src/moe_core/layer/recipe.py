@@ -1,0 +1,68 @@
+"""What a layer makes of 16-bit weights: those of its own keys, also where it was read from a quantized checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_core.errors import ConfigError
+from moe_core.kernels.ops.online import OnlineQuantization
+from moe_core.selection.registry import registry
+from moe_core.selection.report import Selection
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.quant_config import FusedMoEQuantConfig
+from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.weights import MoEWeights
+
+_STATIC = {
+    "w13_input_scale": "a1_scale",
+    "w2_input_scale": "a2_scale",
+    "w13_input_zero_point": "a1_zp",
+    "w2_input_zero_point": "a2_zp",
+}
+
+
+def recipe_of(selection: Selection) -> OnlineQuantization:
+    """How 16-bit weights become weights of the selection's key; :func:`completed` adds what the key has beside codes.
+
+    Raises ConfigError for keys whose weights a checkpoint alone brings.
+    """
+    key, activation, scheme = selection.weight_key, selection.activation_key, selection.report.scheme
+    if key is None:
+        raise ConfigError("the layer's weights are in 16 bits: they are not quantized")
+    if key.pre_scaled:
+        raise ConfigError(
+            f"16-bit weights cannot be quantized as {key}: its smoothing factors come from a checkpoint; reload one of "
+            "the layer's own format"
+        )
+    plain = replace(key, permuted=False)
+    known = (registry().online(name) for name in registry().online_names())
+    quantizer = next((one.quantizer for one in known if (one.scheme, one.weight_key) == (scheme, plain)), None)
+    dynamic = None if activation is None or activation.is_static else activation
+    return OnlineQuantization(f"reload as {plain}", scheme, plain, dynamic, quantizer)
+
+
+def completed(
+    weights: MoEWeights, selection: Selection, config: FusedMoEConfig, held: FusedMoEQuantConfig
+) -> MoEWeights:
+    """``weights`` of :func:`recipe_of`, with what the layer ``held`` beside codes: static scales of activations.
+
+    Columns of permuted keys get their groups in the order of the columns.
+    """
+    key, activation = selection.weight_key, selection.activation_key
+    extra: dict[str, Any] = {}
+    if activation is not None and activation.is_static:
+        for name, there in _STATIC.items():
+            tensor = getattr(weights, name)
+            extra[name] = getattr(held, there) if tensor is None else tensor
+    if key is not None and key.permuted:
+        for name, columns in (("w13", config.hidden_size), ("w2", config.intermediate_size)):
+            extra[f"{name}_g_idx"] = _groups(key, weights.w13.shape[0], columns, weights.w13.device)
+    return replace(weights, weight_key=key, activation_key=activation, **extra)
+
+
+def _groups(key: QuantKey, experts: int, columns: int, device: torch.device) -> torch.Tensor:
+    size = columns if key.group_size == -1 else key.group_size
+    return (torch.arange(columns, dtype=torch.int32, device=device) // size).repeat(experts, 1)

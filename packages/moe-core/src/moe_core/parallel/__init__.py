@@ -1,0 +1,1 @@
+"""Layers over several ranks: shards, placements of experts, process groups, prepare/finalize."""

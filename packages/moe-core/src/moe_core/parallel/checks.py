@@ -1,0 +1,24 @@
+"""Checks of the process groups and the placement that a caller gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_core.errors import ConfigError
+from moe_core.parallel.placement.placement import ExpertPlacement, check_placement
+
+if TYPE_CHECKING:
+    from moe_core.parallel.distributed.groups import ParallelGroups
+
+
+def check_placed(groups: ParallelGroups | None, placement: ExpertPlacement | None) -> None:
+    """ConfigError for what is neither, and for a placement without the ranks that it is of."""
+    if groups is not None:
+        from moe_core.parallel.distributed.groups import ParallelGroups
+
+        if not isinstance(groups, ParallelGroups):
+            raise ConfigError(f"groups is {groups!r}, expected ParallelGroups, as ParallelGroups.create makes them")
+    if placement is not None:
+        check_placement(placement)
+        if groups is None:
+            raise ConfigError("placement= says which ranks experts are on: give the groups= of these ranks, too")

@@ -1,0 +1,7 @@
+"""The ranks of a layer on torch.distributed: process groups, time-outs, what they agree about at the start."""
+
+from moe_core.parallel.distributed.agreement import check_agreement
+from moe_core.parallel.distributed.communication import Communicator
+from moe_core.parallel.distributed.groups import DEFAULT_TIMEOUT, ParallelGroups
+
+__all__ = ["DEFAULT_TIMEOUT", "Communicator", "ParallelGroups", "check_agreement"]

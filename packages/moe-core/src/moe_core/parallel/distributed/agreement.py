@@ -1,0 +1,139 @@
+"""What ranks must agree about, compared once at the start: a difference would be a wrong result, or a hang, later.
+
+Each rank states facts as texts.  A fact is compared among the ranks that state it.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_core.errors import ConfigError
+from moe_core.parallel.distributed.communication import Communicator
+from moe_core.spec.environment import distribution_version
+from moe_core.spec.quant_key import key_name
+
+if TYPE_CHECKING:
+    from moe_core.interface.experts import FusedMoEExperts
+    from moe_core.parallel.placement.placement import ExpertPlacement
+
+#: texts of values that an error shows
+_LONGEST = 200
+#: of a config, what belongs to a rank
+_OF_A_RANK = ("parallel", "num_local_experts", "intermediate_size")
+
+
+def check_agreement(ranks: Communicator, facts: Mapping[str, str]) -> None:
+    """Compare ``facts`` among ``ranks``, which call this together; ranks are named by their place in the group.
+
+    Raises ConfigError, on every rank, with the ranks' numbers, the values of the first fact that differs, and the names
+    of the others; CommunicationError where a rank does not come.
+    """
+    stated: list[dict[str, str]] = [
+        json.loads(text) for text in exchange(ranks, json.dumps(dict(facts)), "ranks compare their layers")
+    ]
+    differing = []
+    for name in dict.fromkeys(name for each in stated for name in each):
+        values: dict[str, list[int]] = {}
+        for rank, each in enumerate(stated):
+            if name in each:
+                values.setdefault(each[name], []).append(rank)
+        if len(values) > 1:
+            differing.append((name, values))
+    if not differing:
+        return
+    name, values = differing[0]
+    found = "; ".join(
+        f"{_shown(value)} on rank{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}"
+        for value, which in values.items()
+    )
+    others = f" (and in {', '.join(other for other, _ in differing[1:])})" if differing[1:] else ""
+    raise ConfigError(
+        f"the layer's ranks differ in {name}{others}: {found}; all ranks must be given the same layer",
+        details="\n".join(f"{name}: {values}" for name, values in differing),
+    )
+
+
+#: number of layers whose facts the ranks of a group have compared
+_COMPARED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def check_layers(
+    ranks: Communicator,
+    experts: FusedMoEExperts,
+    placement: ExpertPlacement | None,
+    *,
+    prepare_finalize: str = "",
+    layer: str = "",
+) -> int:
+    """Compare what the ranks' parts of a layer are: :func:`check_agreement` of :func:`layer_facts`.
+
+    Returns:
+        The layer's number among those that these ranks have compared, the same on all ranks.
+    """
+    check_agreement(ranks, layer_facts(experts, placement, prepare_finalize=prepare_finalize, layer=layer))
+    number = _COMPARED[ranks.group] = _COMPARED.get(ranks.group, 0) + 1
+    return number
+
+
+def layer_facts(
+    experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = "", layer: str = ""
+) -> dict[str, str]:
+    """What the ranks of one layer must agree about.
+
+    ``placement``: where tokens are sent by one; ``prepare_finalize``: its name, where it was given; ``layer``: the
+    layer's name in its checkpoint.
+    """
+    from moe_core.interface.experts import PROTOCOL_VERSION
+
+    config = experts.config
+    parallel = config.parallel
+    facts = {
+        "the layer's name": layer,
+        "the version of moe-core": str(distribution_version("moe-core")),
+        "the version of the plug-in protocol": str(PROTOCOL_VERSION),
+        "tp_size": str(parallel.tp_size),
+        "ep_size": str(parallel.ep_size),
+        "dp_size": str(parallel.dp_size),
+        "all2all_backend": parallel.all2all_backend,
+        "prepare/finalize": prepare_finalize,
+        "the quantisation of weights": key_name(experts.weight_key),
+        "the quantisation of activations": key_name(experts.activation_key),
+        # ranks of one tp_rank hold the same columns of their experts
+        f"intermediate_size of tp_rank {parallel.tp_rank}": str(config.intermediate_size),
+        "the form in which tokens travel": key_name(experts.activation_key if experts.takes_quantized else None),
+        "the placement of experts": "none" if placement is None else str([list(held) for held in placement.ranks]),
+    }
+    # a custom routing function has an address in its text, and says nothing
+    skipped = {*_OF_A_RANK, *(("routing",) if config.routing is not None and config.routing.custom else ())}
+    return facts | {
+        field.name: str(getattr(config, field.name)) for field in fields(config) if field.name not in skipped
+    }
+
+
+def exchange(ranks: Communicator, text: str, what: str) -> list[str]:
+    """The text of every rank, in their order; ``what``: a clause for errors.  Raises CommunicationError."""
+    size, device = dist.get_world_size(ranks.group), ranks.device
+    content = text.encode()
+    lengths = torch.empty(size, dtype=torch.int64, device=device)
+    ranks.begin(what, dist.all_gather_into_tensor, lengths, lengths.new_full((1,), len(content))).wait()
+    sizes = ranks.numbers(lengths, what)
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    gathered = torch.empty(size * max(sizes), dtype=torch.uint8, device=device)
+    ranks.begin(what, dist.all_gather_into_tensor, gathered, mine.to(device)).wait()
+    if gathered.is_cuda:
+        ranks.synchronize(what)
+    rows: Tensor = gathered.cpu().view(size, -1)
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, sizes, strict=True)]
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"

@@ -1,0 +1,102 @@
+"""What ranks compare in each call where that costs next to nothing: the layer, and how many tokens each brings."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import CommunicationError, TensorError
+from moe_core.parallel.distributed.host_numbers import tell
+from moe_core.spec.environment import checks_values
+
+if TYPE_CHECKING:
+    from moe_core.parallel.distributed.communication import Communicator
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """What a rank states of a call: the layer's number, how many tokens it brings, and what it takes for all ranks'.
+
+    ``tokens_per_rank``: of the call's caller, None where it does not know.
+    """
+
+    layer: int
+    tokens: int
+    tokens_per_rank: Sequence[int] | None = None
+
+
+def compare_calls(
+    ranks: Communicator, facts: CallFacts, what: str, numbers: Sequence[int] = ()
+) -> tuple[list[int], list[list[int]]]:
+    """Compare the ``facts`` of ``ranks``, which tell each other ``numbers`` at the same time.
+
+    Args:
+        ranks: All of them call this together.
+        facts: This rank's.
+        what: A clause for errors.
+        numbers: As many on each rank, at most one for each rank.
+
+    Returns:
+        How many tokens each rank brings; and each rank's numbers.
+
+    Raises:
+        CommunicationError: Ranks are in calls of different layers, on every rank; or one does not come.
+        TensorError: A rank's ``tokens_per_rank`` differs from what ranks bring; raised on every rank.
+    """
+    given = facts.tokens_per_rank
+    digest = 0 if given is None else _digest(given)
+    rows = tell(ranks, [facts.layer, facts.tokens, digest, *numbers], what)
+    layers, tokens = [row[0] for row in rows], [row[1] for row in rows]
+    if len(set(layers)) > 1:
+        raise CommunicationError(
+            f"{what}, and they are in calls of different layers (by the order in which these were made: "
+            f"{_each(ranks, layers)}): all ranks must make the same calls in the same order; after an error on one "
+            "rank all make their groups and layers anew"
+        )
+    right = {0, _digest(tokens)}
+    wrong = [rank for rank, row in zip(ranks.members, rows, strict=True) if row[2] not in right]
+    if wrong:
+        here = f"is {list(given)} on this rank, and" if given is not None and digest not in right else "is"
+        raise TensorError(
+            f"tokens_per_rank {here} wrong on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}, "
+            f"expected {tokens}: the number of tokens that each rank brings to this call"
+        )
+    return tokens, [row[3:] for row in rows]
+
+
+def compare_same_tokens(ranks: Communicator, layer: int, tokens: Tensor) -> None:
+    """Compare how many ``tokens`` [M, K] ranks have that have the same ones, before what they computed is added up.
+
+    Compared where tokens are on the CPU, and where calls are checked (``MOE_CHECK=1``).
+
+    Raises:
+        TensorError: Ranks have different numbers of tokens; raised on every rank.
+        CommunicationError: As of :func:`compare_calls`.
+    """
+    if hosts_are_silent(tokens.device) or not (checks_values() or ranks.device.type == "cpu"):
+        return
+    found, _ = compare_calls(ranks, CallFacts(layer, len(tokens)), "ranks tell how many tokens they have")
+    if len(set(found)) > 1:
+        raise TensorError(
+            f"hidden_states has different numbers of tokens ({_each(ranks, found)}), expected the same tokens on ranks "
+            f"{ranks.members}, whose results are added up"
+        )
+
+
+def hosts_are_silent(device: torch.device) -> bool:
+    """Whether a call on ``device`` runs no code on the hosts later: it is recorded or captured."""
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _each(ranks: Communicator, numbers: Sequence[int]) -> str:
+    return ", ".join(f"{number} on rank {rank}" for rank, number in zip(ranks.members, numbers, strict=True))
+
+
+def _digest(counts: Sequence[int]) -> int:
+    """32 bits of ``counts``, never 0."""
+    return zlib.crc32(repr([int(count) for count in counts]).encode()) or 1

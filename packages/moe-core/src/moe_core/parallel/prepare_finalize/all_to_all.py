@@ -1,0 +1,248 @@
+"""Tokens go to the ranks of their experts only: each once per rank, however many of its experts are there.
+
+What crosses ranks is smaller than with an all-gather where a token's experts are on few of them.
+
+GPUs of one host that map each other's memory write tokens and results straight into it, with room for as many tokens of
+each rank as the rank with most has: the routing stays on the device.  Elsewhere torch's all-to-all moves rows without
+gaps, and the host waits for the routing, since it has to know how many go where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial as bound
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_core._support.async_result import Pending
+from moe_core.errors import ConfigError
+from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
+from moe_core.kernels.ops.exchange import ExchangeBuffer, ExchangeShape
+from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.parallel.prepare_finalize.fixed_order import sum_parts
+from moe_core.parallel.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
+from moe_core.parallel.prepare_finalize.token_rows import Tokens, unpacked
+from moe_core.spec.config import FusedMoEConfig, TokenSharing
+from moe_core.spec.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from moe_core.parallel.distributed.groups import ParallelGroups
+    from moe_core.parallel.distributed.symmetric import ExchangeRoom
+    from moe_core.parallel.placement.placement import ExpertPlacement
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    """Tokens that leave: ``packed`` rows in the order of ranks, what to ``unpack`` those with that come, ``left`` rows
+    for each rank, ``came`` rows from each; ``places`` [M, ranks] int32: where a token's results come back, -1 for
+    nowhere.
+    """
+
+    packed: Tensor
+    unpack: Callable[[Tensor], Tokens]
+    left: list[int]
+    came: list[int]
+    places: Tensor
+
+
+class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
+    """All-to-all there, weighted sums back.
+
+    A rank weights and sums what its experts make of a token, so that one row per token and rank comes back.  These rows
+    are added in float32, ranks ascending: the same bits on every run.
+    """
+
+    name = "alltoall"
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
+        quantizes=True,
+        batch_invariant=True,
+        cuda_graph=False,
+        verified_on=("cpu", "2 × NVIDIA H200 (sm90)"),
+        notes="where GPUs share memory it can be captured in CUDA graphs",
+    )
+    #: most bytes of a buffer that other GPUs write into; calls that need more go by torch's all-to-all
+    most_shared = 4 * 2**30
+
+    @property
+    def capturable(self) -> bool:
+        return self._room is not None
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        self._room: ExchangeRoom | None = None
+        self._connected = False
+        #: whether calls are recorded as if GPUs shared memory
+        self._supposed = False
+
+    def connect(self, device: torch.device) -> None:
+        """Find out whether GPUs share memory; the first call does it too.  All ranks call it at the same time."""
+        from moe_core.parallel.distributed.symmetric import ExchangeRoom
+
+        if not self._connected and device.type == "cuda" and self.most_shared:
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError("GPUs share memory from the first call on: make one before capturing a CUDA graph")
+            self._room = ExchangeRoom.connect(self.exchange, self.ranks, device)
+            self.destinations.tables(device)
+        self._connected = True
+
+    def chosen_from(self, rows: int, handle: object = None) -> int:
+        shared = self._room is not None or self._supposed
+        pushed = isinstance(handle, PushedTokens) or (handle is None and shared)
+        return rows if pushed else self.every_token(rows)
+
+    def arrivals(self) -> Iterator[None]:
+        yield
+        if not self._connected:
+            self._supposed = True
+            try:
+                yield
+            finally:
+                self._supposed = False
+
+    def check(self) -> None:
+        """As of :meth:`LowLatencyPrepareAndFinalize.check`, of calls that write into other GPUs' memory."""
+        check_came(self, [] if self._room is None else self._room.missing)
+
+    def dispatch(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
+    ) -> Pending[tuple[Tokens, object]]:
+        device = tokens.experts.device
+        if device.type != "meta":
+            self.connect(device)
+        if gaps and self._room is not None:
+            pushing = self._push(self._room, tokens, tokens_per_rank, quantize_as)
+            if pushing is not None:
+                return pushing
+        return self._send(tokens, tokens_per_rank, quantize_as)
+
+    def _push(
+        self, room: ExchangeRoom, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]] | None:
+        """Into other GPUs' memory; None where that would take too much of it."""
+        hidden = tokens.hidden_states
+        most = max(1, *self.counts(tokens.hidden_states, tokens_per_rank))
+        shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
+        code = self.code(hidden, quantize_as)
+        if shape.nbytes_of(code) > self.most_shared:
+            return None
+        if hidden.is_meta:
+            return push(self, tokens, code, ExchangeBuffer.meta(shape), lambda: None)
+        self.check()
+        number, buffer = room.take(self.exchange, shape, code)
+        return push(self, tokens, code, buffer, bound(room.release, number))
+
+    def _send(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> Pending[tuple[Tokens, object]]:
+        """By torch's all-to-all."""
+        from moe_core.kernels.ops._backend import use_triton
+
+        device = tokens.experts.device
+        if device.type == "meta":
+            came = replace(tokens.quantized(quantize_as), experts=tokens.experts.int())
+            return Pending.done((came.unpack(came.pack()), None))
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"all2all_backend {self.name!r} can't be captured in a CUDA graph here, since the host must know how "
+                "many tokens go where; take 'allgather_reducescatter' or 'low_latency' for calls in graphs"
+            )
+        pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
+        leaving = pack(tokens, tokens_per_rank, quantize_as)
+        received = leaving.packed.new_empty(sum(leaving.came), leaving.packed.shape[1])
+        moving = self.exchange.begin(
+            "tokens are sent to the ranks of their experts (all-to-all)",
+            dist.all_to_all_single,
+            received,
+            leaving.packed,
+            leaving.came,
+            leaving.left,
+        )
+
+        def finish() -> tuple[Tokens, object]:
+            moving.wait()
+            return leaving.unpack(received), leaving
+
+        return Pending(finish)
+
+    def _pack(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
+        """Counted, quantised and packed by kernels."""
+        from moe_core.kernels.ops.dispatch import count_destinations, pack_tokens
+
+        hidden, ids = tokens.hidden_states, tokens.experts
+        tables = self.destinations.tables(ids.device)
+        where = {"copies": self.copies, "offset": self.destinations.offset}
+        positions, counts = count_destinations(ids, tables, ranks=self.ranks.parallel.dp_size, **where)
+        left, came = self._numbers(counts, len(ids), given)
+        code = self.code(hidden, quantize_as)
+        packed, places = pack_tokens(
+            hidden,
+            ids,
+            tokens.weights,
+            tables,
+            code,
+            positions,
+            counts,
+            rows=sum(left),
+            adapter_ids=tokens.adapter_ids,
+            **where,
+        )
+        unpack = bound(unpacked, code=code, top_k=ids.shape[1], adapters=tokens.adapter_ids is not None)
+        return _Leaving(packed, unpack, left, came, places)
+
+    def _pack_torch(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
+        """The same bytes, by torch."""
+        tokens, copies = tokens.quantized(quantize_as), self.copies
+        ranks, local = self.destinations.choose(tokens.experts)
+        # [M, ranks]: whether a token has an expert there
+        wanted = (ranks[:, :, None] == torch.arange(self.ranks.parallel.ep_size, device=ranks.device)).any(1)
+        wanted = wanted.repeat_interleave(copies, dim=1)
+        left, came = self._numbers(wanted.sum(0, dtype=torch.int32), len(ranks), given)
+        # rank by rank, tokens ascending
+        place = wanted.T.flatten().cumsum(0).view(wanted.shape[1], -1).T - 1
+        target, token = wanted.T.nonzero(as_tuple=True)
+        own = ranks[token] == target.div(copies, rounding_mode="floor")[:, None]
+        sent = Tokens(
+            tokens.hidden_states[token],
+            None if tokens.scale is None else tokens.scale[token],
+            tokens.weights[token],
+            torch.where(own, local[token], -1),
+            None if tokens.adapter_ids is None else tokens.adapter_ids[token],
+        )
+        return _Leaving(sent.pack(), sent.unpack, left, came, torch.where(wanted, place, -1).int())
+
+    def _numbers(self, counts: Tensor, tokens: int, given: Sequence[int] | None) -> tuple[list[int], list[int]]:
+        """How many of this rank's ``tokens`` leave for each rank (``counts`` [ranks] int32) and come from each, on the
+        host; ``given``: the call's ``tokens_per_rank``.
+        """
+        what = "ranks tell how many tokens they send"
+        left = self.exchange.numbers(counts, what)
+        _, rows = self.tell(tokens, given, what, left)
+        return left, [row[self.ranks.parallel.dp_rank] for row in rows]
+
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+        if isinstance(handle, PushedTokens):
+            return push_back(self, handle, output, partial)
+        if partial.is_meta:
+            return Pending.done(None)
+        if not isinstance(handle, _Leaving):
+            raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
+        places, back = handle.places, partial.new_empty(sum(handle.left), partial.shape[1])
+        what = "results are sent back (all-to-all)"
+        moving = self.exchange.begin(what, dist.all_to_all_single, back, partial, handle.left, handle.came)
+
+        def finish() -> None:
+            moving.wait()
+            sum_parts(back, places, output)
+
+        return Pending(finish)

@@ -1,0 +1,128 @@
+"""Tokens of decode between the GPUs of one host: written straight into each other's memory, without the host.
+
+See :mod:`moe_core.kernels.ops.exchange` for the steps.  Shapes are fixed (``max_num_tokens`` rows for each rank), so
+ranks with other numbers of tokens, or none, replay the same CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial as bound
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_core._support.async_result import Pending
+from moe_core.errors import ConfigError
+from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
+from moe_core.kernels.ops.exchange import MAX_RANKS, ExchangeBuffer, ExchangeShape
+from moe_core.kernels.ops.token_layout import TokenCode
+from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.parallel.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
+from moe_core.parallel.prepare_finalize.token_rows import Tokens
+from moe_core.spec.config import FusedMoEConfig, TokenSharing
+from moe_core.spec.device import cuda
+from moe_core.spec.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from moe_core.parallel.distributed.groups import ParallelGroups
+    from moe_core.parallel.distributed.symmetric import ExchangeBuffers
+    from moe_core.parallel.placement.placement import ExpertPlacement
+
+
+class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
+    """Push tokens, push results, wait on the device.
+
+    Two calls may be under way at the same time.  A rank that does not take part within the time-out of the groups makes
+    the output NaN, and the next call (or :meth:`check`, for replays of CUDA graphs) raises CommunicationError.
+    ``buffers``: those that another object has; by default what layers of the same sizes share, made by
+    :meth:`connect`.
+    """
+
+    name = "low_latency"
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.EP_RANK, TokenSharing.NONE}),
+        devices=(cuda(80),),
+        quantizes=True,
+        batch_invariant=True,
+        bounded=True,
+        max_ranks=MAX_RANKS,
+        one_domain=True,
+        verified_on=("2 × NVIDIA H200 (sm90)",),
+    )
+    fallback = "allgather_reducescatter"
+    empty_rows = True
+
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+        buffers: ExchangeBuffers | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        if config.max_num_tokens is None:
+            raise ConfigError(f"{self.name} needs the config's max_num_tokens, the most tokens that a rank brings")
+        self.shape = ExchangeShape(
+            self.ranks.parallel.dp_size, config.max_num_tokens, config.hidden_size, config.top_k, config.dtype
+        )
+        self._buffers = buffers
+        #: a code that fits into the buffers
+        self._fits: TokenCode | None = None
+
+    @classmethod
+    def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
+        from moe_core.parallel.distributed.symmetric import reasons_against
+
+        return reasons_against(groups, device, own)
+
+    def connect(self, device: torch.device) -> None:
+        """Share memory with the other ranks; the first call does it too.  All ranks call it at the same time."""
+        if self._buffers is None:
+            from moe_core.parallel.distributed.symmetric import ExchangeBuffers
+
+            self._buffers = ExchangeBuffers.connect(self.shape, self.exchange, device)
+            self.destinations.tables(device)
+
+    def check(self) -> None:
+        """Raise CommunicationError where a rank was waited for in vain, in a call or in a replay of a CUDA graph.
+
+        It does not wait for the device.
+        """
+        check_came(self, [] if self._buffers is None else self._buffers.missing)
+
+    def max_tokens(self, num_tokens: int) -> int:
+        return self.shape.rows
+
+    def dispatch(
+        self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
+    ) -> Pending[tuple[Tokens, object]]:
+        self.check_own(len(tokens.hidden_states), tokens_per_rank)
+        code = self.code(tokens.hidden_states, quantize_as)
+        if code is not self._fits or tokens.hidden_states.shape[0] > self.shape.capacity:
+            self.shape.check(tokens.hidden_states.shape[0], code)
+            self._fits = code
+        number, buffer = self._take(tokens.hidden_states.device)
+        return push(self, tokens, code, buffer, bound(self._release, number))
+
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+        if not isinstance(handle, PushedTokens):
+            raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
+        return push_back(self, handle, output, partial)
+
+    def _release(self, number: int) -> None:
+        if self._buffers is not None:
+            self._buffers.release(number)
+
+    def _take(self, device: torch.device) -> tuple[int, ExchangeBuffer]:
+        """The buffer of a call that begins."""
+        if device.type == "meta":
+            return 0, ExchangeBuffer.meta(self.shape)
+        self.connect(device)
+        self.check()
+        if self._buffers is None:
+            raise ConfigError("no memory is shared with the other ranks")
+        number = self._buffers.take()
+        return number, self._buffers.buffers[number]

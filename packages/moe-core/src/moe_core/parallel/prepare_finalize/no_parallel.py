@@ -1,0 +1,62 @@
+"""Tokens and experts on one rank (or every rank holding every token, with an expert map): nothing moves."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_core._support.async_result import Pending
+from moe_core.interface.prepare_finalize import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TokenRouting,
+    TopKWeightAndReduce,
+    rows_of_chosen,
+)
+from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
+from moe_core.spec.config import FusedMoEActivationFormat, TokenSharing
+from moe_core.spec.quant_key import QuantKey
+
+
+class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
+    """Standard format, no communication.
+
+    ``tokens_per_rank``, of a caller that brings the tokens of several ranks to their experts by itself, says from how
+    many the call's were chosen, as having an expert here.
+    """
+
+    name = "none"
+    activation_format = FusedMoEActivationFormat.STANDARD
+    # ranks whose tokens are the same give partial sums, which the caller adds up
+    claims = PrepareFinalizeClaims(
+        frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
+    )
+    lora = True
+    launches_only = True
+    stateless = True
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
+        static_scale: Tensor | None = None,
+    ) -> Pending[Prepared]:
+        scale = None
+        if quantize_as is not None:
+            from moe_core.kernels.ops.quantize import quantize_activation
+
+            hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
+        rows, counts = len(hidden_states), routing.tokens_per_rank
+        expert_tokens = rows_of_chosen(rows, rows if counts is None else sum(counts), self.config)
+        return Pending.done(Prepared(hidden_states, routing, scale, expert_tokens))
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        routing: TokenRouting,
+        reduce: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        reduce.apply(output, expert_output, routing, self.config)
+        return Pending.done(None)

@@ -1,0 +1,244 @@
+"""How tensor-parallel ranks share the columns of a layer's intermediate size, and cutting weights so.
+
+Columns that share a scale should stay together: rows of blocks of gate and up, groups of w2 and of the activations that
+enter it.  Where the ranks' equal shares part them, there are two ways, and the numbers of the weights are the same:
+
+- *finer groups*: a scale is repeated for parts of its group, whose size divides every share.  Ranks stay equal; a
+  kernel must take such groups, and activations are quantised in groups as fine.
+- *whole groups*: some ranks have one more than others, and all wait for these.
+
+:func:`column_cuts` names those that a layer allows, which ranks need most balanced first; claims of backends decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_core.errors import ConfigError
+from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.quant_key import GroupShape, QuantKey
+from moe_core.spec.weights import MoEWeights
+
+#: columns of which uneven shares are multiples: tiles of GEMMs are no smaller
+UNEVEN = 64
+
+
+@dataclass(frozen=True)
+class ColumnCut:
+    """Columns ``ranges[r]`` (begin, end) for each tensor-parallel rank ``r``, and the keys that its part has.
+
+    ``refined``: scales are repeated for finer groups than the layer's own.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    weight_key: QuantKey | None
+    activation_key: QuantKey | None
+    refined: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of columns that some rank has, largest first."""
+        return tuple(sorted({end - begin for begin, end in self.ranges}, reverse=True))
+
+    def __str__(self) -> str:
+        shares = f"{self.sizes[0]} columns each" if len(self.sizes) == 1 else " or ".join(map(str, self.sizes[::-1]))
+        if not self.refined or self.weight_key is None:
+            return shares
+        return f"{shares}, scales repeated for groups of {self.weight_key.group_shape}"
+
+
+def column_cuts(
+    size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
+) -> tuple[ColumnCut, ...]:
+    """Ways of sharing ``size`` columns among ``tp_size`` ranks, by the largest share, then by how coarse groups stay.
+
+    Equal shares that part no group are the only way then.  Raises ConfigError where there is no way: it says what equal
+    and uneven shares would be, and the next smaller number of ranks that has one.
+    """
+    found = _ways(size, weight_key, activation_key, tp_size)
+    if not found:
+        raise ConfigError(_no_way(size, weight_key, activation_key, tp_size))
+    return found
+
+
+def plain_cut(cuts: tuple[ColumnCut, ...]) -> ColumnCut:
+    """The one that is nearest to the layer's own keys: whole groups, else the coarsest; of equals the most balanced.
+
+    Backends that take finer groups take coarser ones too, down to some size, so these are taken by most.
+    """
+    return by_coarseness(cuts)[0]
+
+
+def by_coarseness(cuts: Sequence[ColumnCut]) -> tuple[ColumnCut, ...]:
+    """Those that keep the layer's own keys, then those with finer and finer groups; of equals the most balanced first.
+
+    ``cuts``: of :func:`column_cuts`.
+    """
+    return tuple(sorted(cuts, key=lambda cut: (cut.refined, *(-extent for extent in _group_extents(cut)))))
+
+
+def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | None) -> MoEWeights:
+    """The same weights with scales (and zero points) repeated for the finer groups of ``weight_key``; exact."""
+    own = weights.weight_key
+    if own is None or weight_key is None or own == weight_key:
+        return weights
+    coarse, fine = own.group_shape, weight_key.group_shape
+    inter, hidden = config.intermediate_size, config.hidden_size
+    changed: dict[str, Any] = {}
+    for name, parts, rows, cols in (
+        ("w13", 2 if config.is_gated else 1, inter, hidden),
+        ("w2", 1, hidden, inter),
+    ):
+        grid = fine.grid(rows, cols)
+        for suffix in ("scale", "zero_point"):
+            tensor: Tensor | None = getattr(weights, f"{name}_{suffix}")
+            if tensor is None:
+                continue
+            split = tensor.view(tensor.shape[0], parts, -1, tensor.shape[-1])
+            split = _repeated(split, 2, coarse.row, fine.row)[:, :, : grid[0]]
+            split = _repeated(split, 3, coarse.col, fine.col)[..., : grid[1]]
+            changed[f"{name}_{suffix}"] = split.flatten(1, 2).contiguous()
+    return replace(weights, weight_key=weight_key, **changed)
+
+
+def cut_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: int, *, with_bias: bool) -> MoEWeights:
+    """Columns ``begin`` to ``end``, which part no group of scales, in memory of their own.
+
+    ``with_bias``: whether w2's bias stays; it is zero on all ranks but one, so that outputs add up.
+    """
+    if (begin, end) == (0, config.intermediate_size) and with_bias:
+        return weights
+    key = weights.weight_key
+    parts = 2 if config.is_gated else 1
+
+    def rows(tensor: Tensor, first: int, last: int) -> Tensor:
+        """These rows of gate and up, [E, parts * rows, ...]."""
+        split = tensor.view(tensor.shape[0], parts, -1, *tensor.shape[2:])
+        return split[:, :, first:last].clone(memory_format=torch.contiguous_format).flatten(1, 2)
+
+    def columns(tensor: Tensor, first: int, last: int) -> Tensor:
+        return tensor[..., first:last].clone(memory_format=torch.contiguous_format)
+
+    per_word = 1 if key is None or key.packing is None else key.packing.values_per_word
+    cut: dict[str, Any] = {
+        "w13": rows(weights.w13, begin, end),
+        "w2": columns(weights.w2, begin // per_word, -(-end // per_word)),
+    }
+    row, col = (-1, -1) if key is None else (key.group_shape.row, key.group_shape.col)
+    for name, tensor in weights.tensors():
+        if name in ("w13_scale", "w13_zero_point") and row != -1:
+            cut[name] = rows(tensor, begin // row, -(-end // row))
+        elif name in ("w2_scale", "w2_zero_point") and col != -1 and not (key is not None and key.permuted):
+            cut[name] = columns(tensor, begin // col, -(-end // col))
+        elif name == "w13_bias":
+            cut[name] = rows(tensor, begin, end)
+        elif name in ("w2_g_idx", "w2_pre_scale"):
+            cut[name] = columns(tensor, begin, end)
+        elif name == "w2_bias" and not with_bias:
+            cut[name] = torch.zeros_like(tensor)
+    return replace(weights, **cut)
+
+
+def share(count: int, size: int, rank: int) -> tuple[int, int]:
+    """(begin, end) of ``rank``'s share of ``count`` things; the first ranks have one more where they do not divide."""
+    each, more = divmod(count, size)
+    start = rank * each + min(rank, more)
+    return start, start + each + (rank < more)
+
+
+def _ways(
+    size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
+) -> tuple[ColumnCut, ...]:
+    """As :func:`column_cuts`; empty where there is no way."""
+    if tp_size == 1:
+        return (ColumnCut(((0, size),), weight_key, activation_key),)
+    each, left = divmod(size, tp_size)
+    if not left and each % _unit(weight_key, activation_key) == 0:
+        return (ColumnCut(_shares(tp_size, tp_size, each, size), weight_key, activation_key),)
+    # (what groups shall divide, if anything; what shares are multiples of, None: equal ones)
+    ways: list[tuple[int | None, int | None]] = [(UNEVEN, UNEVEN), (None, UNEVEN)]
+    ways += [] if left else [(each, None)]
+    found = []
+    for divisor, step in ways:
+        keys = (weight_key, activation_key)
+        if divisor is not None:
+            keys = _finer(weight_key, divisor), _finer(activation_key, divisor)
+        unit = math.lcm(_unit(*keys), step or 1)
+        if step is None and each % unit == 0:
+            ranges = _shares(tp_size, tp_size, each, size)
+        elif step is not None and -(-size // unit) >= tp_size:
+            ranges = _shares(-(-size // unit), tp_size, unit, size)
+        else:
+            continue
+        found.append(ColumnCut(ranges, *keys, refined=keys != (weight_key, activation_key)))
+    return tuple(dict.fromkeys(sorted(found, key=lambda cut: (cut.sizes[0], cut.refined))))
+
+
+def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int) -> str:
+    """Why ``tp_size`` ranks cannot share ``size`` columns, and how many fewer can."""
+    each, left = divmod(size, tp_size)
+    if left:
+        equal = "it does not divide by that"
+    else:
+        together = _unit(_finer(weight_key, each), _finer(activation_key, each))
+        equal = f"equal shares of {each} columns part groups of {together}"
+    uneven = math.lcm(_unit(_finer(weight_key, UNEVEN), _finer(activation_key, UNEVEN)), UNEVEN)
+    count = -(-size // uneven)
+    # more ranks than uneven shares need equal ones
+    candidates = (ranks for ranks in range(min(tp_size - 1, size), 0, -1) if ranks <= count or size % ranks == 0)
+    fits = next(ranks for ranks in candidates if _ways(size, weight_key, activation_key, ranks))
+    return (
+        f"tp_size {tp_size} cannot share an intermediate size of {size}: {equal}, and uneven shares are multiples of "
+        f"{uneven} columns, of which it has {count}; the next smaller tp_size that can is {fits}, or spread the "
+        "experts instead (ep_size)"
+    )
+
+
+def _group_extents(cut: ColumnCut) -> tuple[int, ...]:
+    """Rows and columns of groups of the weights, columns of those of the activations."""
+    weight, activation = cut.weight_key, cut.activation_key
+    shape = () if weight is None else (weight.group_shape.row, weight.group_shape.col)
+    return shape if activation is None else (*shape, activation.group_shape.col)
+
+
+def _shares(groups: int, tp_size: int, unit: int, size: int) -> tuple[tuple[int, int], ...]:
+    """The columns of each rank, of ``groups`` of ``unit`` columns (the last may be partial)."""
+    parts = (share(groups, tp_size, rank) for rank in range(tp_size))
+    return tuple((unit * first, min(unit * last, size)) for first, last in parts)
+
+
+def _extents(weight_key: QuantKey | None, activation_key: QuantKey | None) -> Iterator[int]:
+    """Columns that share something: a row of scale groups of gate and up, a column of those of w2 and h, a word."""
+    if weight_key is not None:
+        yield weight_key.group_shape.row
+        yield 1 if weight_key.permuted else weight_key.group_shape.col
+        yield 1 if weight_key.packing is None else weight_key.packing.values_per_word
+    if activation_key is not None:
+        yield activation_key.group_shape.col
+
+
+def _unit(weight_key: QuantKey | None, activation_key: QuantKey | None) -> int:
+    """Columns that stay together."""
+    return math.lcm(*itertools.chain((1,), (extent for extent in _extents(weight_key, activation_key) if extent != -1)))
+
+
+def _finer(key: QuantKey | None, divisor: int) -> QuantKey | None:
+    """The key with groups that ``divisor`` columns hold a whole number of; OCP MX's stay, as hardware reads them."""
+    if key is None or key.permuted:
+        return key
+    shape = key.group_shape
+    if shape.row == 1 and key.scale.dtype is torch.uint8:
+        return key
+    fine = GroupShape(*(extent if extent == -1 else math.gcd(extent, divisor) for extent in (shape.row, shape.col)))
+    return key if fine == shape else key.with_group(fine.row, fine.col)
+
+
+def _repeated(tensor: Tensor, dim: int, coarse: int, fine: int) -> Tensor:
+    return tensor if coarse == fine else tensor.repeat_interleave(coarse // fine, dim=dim)

@@ -1,0 +1,1 @@
+"""Plug-ins: entry points, faults, and what a scheme and a backend register."""

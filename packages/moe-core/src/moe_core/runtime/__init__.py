@@ -1,0 +1,1 @@
+"""One call of a layer: the kernel, its launches, compiling and recording them."""

@@ -1,0 +1,230 @@
+"""Which prepare/finalize classes go with which backends of experts, and which of them is fastest.
+
+Each class is asked with every backend: selection holds a backend to the claims of the prepare/finalize class that its
+layer's config names (:meth:`moe_core.selection.oracle.Oracle.select`).  Like that, this is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_core.errors import ConfigError, did_you_mean
+from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular
+from moe_core.parallel.distributed.cost import LayerCost, Line, fastest, layer_cost
+from moe_core.parallel.distributed.machine import Machine
+from moe_core.parallel.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
+from moe_core.selection.memory import specimen
+from moe_core.selection.oracle import Oracle, as_device_info
+from moe_core.selection.report import BackendRefusedError, NoBackendError, Selection, SelectionReport
+from moe_core.spec.config import FusedMoEConfig, TokenSharing
+from moe_core.spec.device import DeviceInfo
+from moe_core.spec.environment import Environment
+from moe_core.spec.quant_key import QuantKey
+
+if TYPE_CHECKING:
+    from moe_core.kernels.tuning.profile import TuningProfile
+
+
+@dataclass(frozen=True)
+class PrepareFinalizeCandidate:
+    """One prepare/finalize class that was considered.
+
+    - ``reasons`` against it, whatever the backend; empty: it goes with those that fit in its ``report``
+    - ``report``: what selection says of every backend behind it; ``selection``: the first that fits, if any
+    - ``payload``: how tokens are quantised before they travel, None: not at all
+    - ``cost`` of a call; None where none is known
+    """
+
+    cls: type[FusedMoEPrepareAndFinalizeModular]
+    reasons: tuple[str, ...]
+    report: SelectionReport
+    selection: Selection | None
+    payload: QuantKey | None
+    cost: LayerCost | None
+
+    @property
+    def name(self) -> str:
+        return self.cls.name
+
+    @property
+    def fits(self) -> bool:
+        return self.selection is not None
+
+    @property
+    def cuda_graph(self) -> bool:
+        """Whether calls may be captured, by the class and by its backend."""
+        chosen = self.report.chosen
+        return self.cls.claims.cuda_graph and chosen is not None and chosen.experts.claims.cuda_graph
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form, with every backend and its reasons."""
+        return {
+            "name": self.name,
+            "class": f"{self.cls.__module__}:{self.cls.__qualname__}",
+            "fits": self.fits,
+            "reasons": list(self.reasons),
+            "backend": None if self.report.chosen is None else self.report.chosen.backend,
+            "cuda_graph": self.cuda_graph,
+            "quantised_before": None if self.payload is None else str(self.payload),
+            "verified_on": list(self.cls.claims.verified_on),
+            "pairs": [
+                {"backend": c.backend, "experts": c.experts.__qualname__, "fits": c.fits, "reasons": list(c.reasons)}
+                for c in self.report.candidates
+                if c.takes_keys
+            ],
+            "cost": None if self.cost is None else self.cost.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class PrepareFinalizeSelection:
+    """All prepare/finalize classes of a layer's ranks, and the one that is taken.
+
+    ``requested``: its name, or "auto": the fastest by the figures of the ``machine``, without figures the first that
+    fits; where all ranks have the same tokens, what gives all of them the whole output.  ``fastest``: (tokens per rank,
+    name), each from that number of tokens on, of those that fit.
+    """
+
+    tokens: int
+    requested: str
+    candidates: tuple[PrepareFinalizeCandidate, ...]
+    chosen: PrepareFinalizeCandidate | None
+    machine: Machine | None
+    fastest: tuple[tuple[int, str], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        parallel = self.candidates[0].report.config.parallel
+        return {
+            "tp_size": parallel.tp_size,
+            "ep_size": parallel.ep_size,
+            "dp_size": parallel.dp_size,
+            "tokens_per_rank": self.tokens,
+            "requested": self.requested,
+            "chosen": None if self.chosen is None else self.chosen.name,
+            "machine": None if self.machine is None else self.machine.to_json(),
+            "fastest": [{"from_tokens": tokens, "name": name} for tokens, name in self.fastest],
+            "prepare_finalize": [candidate.as_dict() for candidate in self.candidates],
+        }
+
+
+def select_prepare_finalize(
+    oracle: Oracle,
+    config: FusedMoEConfig,
+    *,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+    tokens: int,
+    all2all: str = "auto",
+    moe_backend: str = "auto",
+    device: DeviceInfo | str | torch.device | None = None,
+    environment: Environment | None = None,
+    tuning: TuningProfile | str | Path | None = None,
+    machine: Machine | None = None,
+) -> PrepareFinalizeSelection:
+    """The prepare/finalize classes for a layer over several ranks, each with every backend.
+
+    ``config``: a rank's part of the layer, whose ``parallel`` says how many ranks there are and which of them bring
+    the same tokens; ``tokens`` that each rank brings; ``all2all``: the name of one; ``machine``: default what is
+    known of machines with that ``device``.  Other arguments: :meth:`Oracle.select`.
+    Raises ConfigError for a ``dp_size`` that means nothing, and for a name that none has.
+    """
+    info = as_device_info(device)
+    shared = config.parallel.token_sharing is TokenSharing.ALL
+    names = REDUCTIONS if shared else ALL2ALL_BACKENDS
+    if all2all not in ("auto", *names):
+        what = "ranks that have the same tokens" if shared else "tokens that cross ranks"
+        raise ConfigError(
+            f"all2all_backend {all2all!r} is unknown for {what}{did_you_mean(all2all, names)}; "
+            f"expected auto, {', '.join(names)}"
+        )
+    if machine is None and info.is_gpu:
+        machine = Machine.of_device(info.name)
+    found = []
+    for name in names:
+        cls = load_prepare_finalize(name)
+        asked = replace(
+            config,
+            parallel=replace(config.parallel, all2all_backend=name),
+            activation_format=cls.activation_format,
+            max_num_tokens=config.max_num_tokens or max(tokens, 1),
+        )
+        selection = None
+        try:
+            selection = oracle.select(
+                asked,
+                weight_key=weight_key,
+                activation_key=activation_key,
+                moe_backend=moe_backend,
+                device=info,
+                environment=environment,
+                tuning=tuning,
+            )
+            report = selection.report
+        except (NoBackendError, BackendRefusedError) as error:
+            report = error.report
+        reasons = (*cls.unsupported_reasons(asked, None, info, environment), *_apart(cls, asked, machine))
+        if reasons:
+            selection = None
+        payload = _payload(cls, selection)
+        cost = layer_cost(
+            name,
+            asked,
+            tokens,
+            machine,
+            expert_bytes=_expert_bytes(asked, weight_key, activation_key),
+            payload=payload,
+            product_bits=8 if activation_key is not None and activation_key.dtype.bits == 8 else 16,
+        )
+        found.append(PrepareFinalizeCandidate(cls, reasons, report, selection, payload, cost))
+    # of equal ones that which needs nothing from the host
+    fitting = sorted((candidate for candidate in found if candidate.fits), key=lambda one: not one.cuda_graph)
+    lines = {} if shared else _lines(fitting, machine)
+    if all2all == "auto":
+        # those of ranks that have the same tokens differ in what they give: the first is what is asked for
+        chosen = next(iter(fitting), None) if shared else min(fitting, key=_seconds, default=None)
+    else:
+        chosen = next((candidate for candidate in fitting if candidate.name == all2all), None)
+    return PrepareFinalizeSelection(tokens, all2all, tuple(found), chosen, machine, fastest(lines))
+
+
+def _apart(
+    cls: type[FusedMoEPrepareAndFinalizeModular], config: FusedMoEConfig, machine: Machine | None
+) -> tuple[str, ...]:
+    """Why ranks of several domains can't have a class that needs one."""
+    ranks = config.parallel.world_size
+    if not cls.claims.one_domain or machine is None or ranks <= machine.domain:
+        return ()
+    others = f"of which {machine.domain} reach each other on {machine.name}"
+    return (f"writes into the memory of other GPUs, {others}, there are {ranks} ranks",)
+
+
+def _seconds(candidate: PrepareFinalizeCandidate) -> float:
+    """What it is compared by: its seconds; those of which none are known come last, in their order."""
+    seconds = None if candidate.cost is None else candidate.cost.seconds
+    return float("inf") if seconds is None else seconds
+
+
+def _lines(candidates: list[PrepareFinalizeCandidate], machine: Machine | None) -> Mapping[str, Line]:
+    if machine is None:
+        return {}
+    found = {c.name: Line.of(c.name, c.report.config, machine, c.payload) for c in candidates}
+    return {name: line for name, line in found.items() if line is not None}
+
+
+def _payload(cls: type[FusedMoEPrepareAndFinalizeModular], selection: Selection | None) -> QuantKey | None:
+    """How tokens are quantised before they travel."""
+    if selection is None or not (cls.collective and cls.claims.quantizes):
+        return None
+    return selection.activation_key if Oracle.make_experts(selection).takes_quantized else None
+
+
+def _expert_bytes(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> int:
+    """Bytes of one expert's canonical weights on a rank."""
+    one = replace(config, num_local_experts=1)
+    return sum(tensor.nbytes for _, tensor in specimen(one, weight_key, activation_key, "meta").tensors())

@@ -1,0 +1,444 @@
+"""Finding schemes, backends and formats through entry points.
+
+Groups:
+
+- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.plugins.scheme.SchemeSpec`; its name has
+  no dot
+- ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
+  by what follows it.  The class states ``protocol_version = 3``, the version it was written for.
+- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states its
+  ``protocol_version`` too
+
+Entry points are collected once per process and loaded on first use, in any number of threads.
+
+A plug-in that does not work is left out, and everything else works: :meth:`Registry.faults` and a PluginWarning name
+it, its distribution and the cause; so does the RegistryError that asking for it by name raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from moe_core.errors import (
+    ConfigError,
+    MoEError,
+    RegistryError,
+    SchemeNotInstalledError,
+    check_instance,
+    did_you_mean,
+    with_widths_of,
+)
+from moe_core.plugins.backend import Backend, checked_experts
+from moe_core.plugins.entry_points import check_protocol, imported, installed, load, one_of, others_of, owner
+from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, warn_of
+from moe_core.plugins.install import how_to_install
+from moe_core.plugins.scheme import SchemeSpec
+from moe_core.selection.oracle import Oracle
+
+if TYPE_CHECKING:
+    from moe_core.interface.checkpoint_format import CheckpointFormat
+    from moe_core.kernels.ops.online import OnlineQuantization
+
+SCHEME_GROUP = "moe_core.schemes"
+BACKEND_GROUP = "moe_core.backends"
+FORMAT_GROUP = "moe_core.formats"
+#: groups of what packages add to a scheme, and what that is
+_ADDED = {BACKEND_GROUP: "backend", FORMAT_GROUP: "format"}
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: Packages that bring a scheme, for the hint in an error and for whose a name is that two packages take; what is
+#: installed is never looked up here.
+KNOWN_SCHEMES = {
+    "fp8": "moe-fp8",
+    "mxfp4": "moe-mxfp4",
+    "int8": "moe-int8",
+    "wna16": "moe-wna16",
+}
+
+#: Which scheme reads checkpoints of a ``quant_method``, for the same hint.
+KNOWN_QUANT_METHODS = {
+    "fp8": "fp8",
+    "mxfp8": "fp8",
+    "w8a8_fp8": "fp8",
+    "w8a8_int8": "int8",
+    "mxfp4": "mxfp4",
+    "gptq": "wna16",
+    "awq": "wna16",
+    "auto-round": "wna16",
+    "intel/auto-round": "wna16",
+}
+
+
+def install_hint(scheme: str) -> str:
+    """The pip command that adds a known scheme, or an empty text."""
+    package = KNOWN_SCHEMES.get(scheme)
+    return how_to_install(package) if package else ""
+
+
+def how_to_add(scheme: str) -> str:
+    """What to say after "is not installed": the command, or that the package is there and has no kernels yet."""
+    package = KNOWN_SCHEMES.get(scheme)
+    if package is None:
+        return ""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"; add it with: {install_hint(scheme)}"
+    command = how_to_install(package, upgrade=True)
+    return f" ({package} {version} is, but brings no kernels yet); a newer one may: {command}"
+
+
+class Registry:
+    """The plug-ins of one set of entry points; :func:`registry` is that of this installation.
+
+    ``entry_points`` gives those of a group; a PluginFault among them stands for a distribution with an unreadable list.
+    What is found is published once and stays.  No lock is held while plug-ins' code runs, because imports wait for each
+    other: two threads may load the same, and the first result is everybody's.
+    """
+
+    def __init__(self, entry_points: Callable[[str], Sequence[EntryPoint | PluginFault]]) -> None:
+        self._entry_points = entry_points
+        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[EntryPoint, ...]] = {}
+        self._schemes: dict[str, SchemeSpec | PluginFault] = {}
+        self._oracles: dict[str, Oracle] = {}
+        self._formats: dict[str, dict[type[CheckpointFormat], EntryPoint]] = {}
+        self._onlines: dict[str, dict[str, OnlineQuantization | PluginFault]] = {}
+        self._faults: dict[PluginFault, None] = {}
+        self._untold: list[PluginFault] = []
+
+    def scheme_names(self) -> tuple[str, ...]:
+        """Names of the installed schemes, also of those that may not work; loads none of them."""
+        return tuple(sorted({point.name for point in self._group(SCHEME_GROUP)}))
+
+    def scheme_packages(self) -> frozenset[str]:
+        """Top-level packages that register schemes; loads none of them."""
+        return frozenset(re.split("[.:]", point.value)[0] for point in self._group(SCHEME_GROUP))
+
+    def schemes(self) -> tuple[SchemeSpec, ...]:
+        """The installed schemes that work, by name; loads them."""
+        found = tuple(map(self._scheme, self.scheme_names()))
+        self._tell()
+        return tuple(scheme for scheme in found if isinstance(scheme, SchemeSpec))
+
+    def scheme(self, name: str) -> SchemeSpec:
+        """The scheme of that name, loaded.
+
+        Raises SchemeNotInstalledError (with the pip command where it is known), ProtocolVersionError,
+        RegistryError for an entry point that can't be loaded.
+        """
+        check_instance("name", name, str)
+        found = self._scheme(name)
+        if found is None:
+            known = ", ".join(self.scheme_names()) or "none"
+            meant = did_you_mean(name, with_widths_of(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name}))
+            raise SchemeNotInstalledError(
+                f"scheme {name!r} is not installed (installed: {known}){how_to_add(name) or meant}"
+            )
+        return self._usable(found)
+
+    def oracle(self, name: str) -> Oracle:
+        """The oracle of a scheme, with the backends that other packages add to it.
+
+        Raises as :meth:`scheme` does.
+        """
+        check_instance("name", name, str)
+        if name not in self._oracles:
+            oracle = Oracle(self.scheme(name))
+            faults = _add_backends(oracle, self._added_backends(name))
+            self._publish(self._oracles, name, oracle, faults)
+        self._tell()
+        return self._oracles[name]
+
+    def oracles(self) -> tuple[Oracle, ...]:
+        """The oracles of the installed schemes that work, by the schemes' names."""
+        return tuple(self.oracle(scheme.name) for scheme in self.schemes())
+
+    def formats(self, name: str) -> tuple[type[CheckpointFormat], ...]:
+        """Checkpoint formats of a scheme that work: its own, then those that other packages add."""
+        check_instance("name", name, str)
+        if name not in self.scheme_names():
+            self.scheme(name)  # says that there is none
+        found = tuple(self._formats_of(name))
+        self._tell()
+        return found
+
+    def format_origin(self, name: str, kind: type[CheckpointFormat]) -> str:
+        """The distribution that brings one of :meth:`formats`."""
+        return owner(self._formats_of(name)[kind])
+
+    def online_names(self) -> tuple[str, ...]:
+        """Names of everything that the installed schemes make of 16-bit experts; loads the schemes."""
+        found = self._online()
+        self._tell()
+        return tuple(sorted(name for name, online in found.items() if not isinstance(online, PluginFault)))
+
+    def online(self, quantization: str | OnlineQuantization) -> OnlineQuantization:
+        """The online quantisation of that name, or the one given.
+
+        Raises ConfigError for an unknown name, RegistryError for one that does not work or that two schemes use.
+        """
+        from moe_core.kernels.ops.online import OnlineQuantization
+
+        if isinstance(quantization, OnlineQuantization):
+            return quantization
+        if not isinstance(quantization, str):
+            raise ConfigError(f"quantize is {quantization!r}, expected a name: {', '.join(self.online_names())}")
+        found = self._online().get(quantization)
+        if found is None:
+            known = ", ".join(self.online_names()) or f"none; a scheme brings them, e.g. {install_hint('fp8')}"
+            meant = did_you_mean(quantization, with_widths_of(quantization, self.online_names()))
+            raise ConfigError(f"quantize={quantization!r} is unknown{meant}; installed: {known}")
+        return self._usable(found)
+
+    def faults(self) -> tuple[PluginFault, ...]:
+        """What is left out of what was loaded so far; the backends of oracles that were asked for are loaded."""
+        with self._lock:
+            known = tuple(self._faults)
+            oracles = tuple(self._oracles.values())
+        return tuple(dict.fromkeys((*known, *(fault for oracle in oracles for fault in oracle.faults()))))
+
+    def leave_out(self, fault: PluginFault) -> None:
+        """Record what does not work, with a PluginWarning the first time."""
+        self._record([fault])
+        self._tell()
+
+    def _record(self, faults: Iterable[PluginFault]) -> None:
+        with self._lock:
+            new = [fault for fault in dict.fromkeys(faults) if fault not in self._faults]
+            self._faults.update(dict.fromkeys(new))
+            self._untold += new
+
+    def _tell(self) -> None:
+        """Warn of what was recorded; not where an error says it to those who asked for it by name."""
+        with self._lock:
+            new, self._untold = self._untold, []
+        warn_of(new)
+
+    def _usable(self, found: V | PluginFault) -> V:
+        if isinstance(found, PluginFault):
+            raise found.error()
+        self._tell()
+        return found
+
+    def _publish(self, store: dict[K, V], key: K, value: V, faults: Iterable[PluginFault] = ()) -> V:
+        """The first value that any thread has for ``key``, whose faults alone are recorded."""
+        with self._lock:
+            first = key not in store
+            kept = store.setdefault(key, value)
+        if first:
+            self._record(faults)
+        return kept
+
+    def _group(self, group: str) -> tuple[EntryPoint, ...]:
+        if group in self._groups:
+            return self._groups[group]
+        found = [self._placed(group, point) for point in self._entry_points(group)]
+        points = tuple(point for point in found if not isinstance(point, PluginFault))
+        return self._publish(self._groups, group, points, (p for p in found if isinstance(p, PluginFault)))
+
+    def _placed(self, group: str, point: EntryPoint | PluginFault) -> EntryPoint | PluginFault:
+        """``point``, or a fault for a name by which nothing would ever look for it."""
+        kind = _ADDED.get(group)
+        if kind is None or isinstance(point, PluginFault):
+            return point
+        scheme, _, name = point.name.partition(".")
+        known = {*self.scheme_names(), *KNOWN_SCHEMES}
+        # what one dot puts before a scheme that is not there may wait for it
+        if scheme and name and ("." not in name or scheme in known):
+            return point
+        what = f"; {scheme!r} is no scheme (installed: {', '.join(self.scheme_names()) or 'none'})" if name else ""
+        reason = f"its entry point is named {point.name!r}, expected <scheme>.<{kind}>{what}"
+        return PluginFault(kind, point.name, owner(point), reason)
+
+    def _scheme(self, name: str) -> SchemeSpec | PluginFault | None:
+        if name in self._schemes:
+            return self._schemes[name]
+        points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
+        if not points:
+            return None
+        point = one_of("scheme", points, KNOWN_SCHEMES.get(name))
+        if isinstance(point, list):
+            return self._publish(self._schemes, name, point[0], point)
+        found = load(point, "scheme", functools.partial(_checked_scheme, name))
+        faults = others_of("scheme", points, point)
+        if isinstance(found, PluginFault):
+            faults.append(found)
+        return self._publish(self._schemes, name, found, faults)
+
+    def _point(self, name: str) -> EntryPoint:
+        """The entry point of a scheme that was loaded."""
+        points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
+        chosen = one_of("scheme", points, KNOWN_SCHEMES.get(name))
+        return points[0] if isinstance(chosen, list) else chosen
+
+    def _added(self, group: str, scheme: str) -> list[list[EntryPoint]]:
+        """Entry points of other packages for a scheme, those of one name together, in the order of names."""
+        names: dict[str, list[EntryPoint]] = {}
+        for point in self._group(group):
+            if point.name.partition(".")[0] == scheme:
+                names.setdefault(point.name, []).append(point)
+        return [names[name] for name in sorted(names)]
+
+    def _added_backends(self, scheme: str) -> list[tuple[str, Backend | PluginFault]]:
+        """(name, backend) of every name; a fault where it does not work."""
+        found: list[tuple[str, Backend | PluginFault]] = []
+        for points in self._added(BACKEND_GROUP, scheme):
+            name = points[0].name.partition(".")[2]
+            point = one_of("backend", points)
+            if isinstance(point, list):
+                found += [(name, fault) for fault in point]
+                continue
+            loaded = load(point, "backend", checked_experts)
+            if isinstance(loaded, PluginFault):
+                found.append((name, loaded))
+            else:
+                found.append((name, Backend(name, (loaded,), owner(point), loaded.placement)))
+        return found
+
+    def _formats_of(self, name: str) -> dict[type[CheckpointFormat], EntryPoint]:
+        """The formats of a scheme that work, and the entry points that bring them."""
+        if name in self._formats:
+            return self._formats[name]
+        found: dict[type[CheckpointFormat], EntryPoint] = {}
+        faults = []
+        mine = self._point(name)
+        for kind in self.scheme(name).formats:
+            checked = attempt(functools.partial(_own_format, kind))
+            if isinstance(checked, Raised):
+                what = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)
+                faults.append(PluginFault("format", f"{name}.{what}", owner(mine), str(checked), checked.error))
+            else:
+                found[checked] = mine
+        for points in self._added(FORMAT_GROUP, name):
+            point = one_of("format", points)
+            if isinstance(point, list):
+                faults += point
+                continue
+            loaded = load(point, "format", functools.partial(_checked_format, added=True))
+            if isinstance(loaded, PluginFault):
+                faults.append(loaded)
+            else:
+                found.setdefault(loaded, point)
+        return self._publish(self._formats, name, found, faults)
+
+    def _online(self) -> dict[str, OnlineQuantization | PluginFault]:
+        """What every name makes of 16-bit experts; a fault where it does not work."""
+        if "all" in self._onlines:
+            return self._onlines["all"]
+        from moe_core.kernels.ops.online import OnlineQuantization
+
+        found: dict[str, OnlineQuantization | PluginFault] = {}
+        faults = []
+        # of two that have one name, a scheme of this project keeps it
+        for scheme in sorted(self.schemes(), key=lambda scheme: scheme.name not in KNOWN_SCHEMES):
+            for online in scheme.online:
+                if not isinstance(online, OnlineQuantization):
+                    what = f"it registers a {type(online).__name__}, expected a moe_core.OnlineQuantization"
+                    faults.append(self._online_fault(scheme.name, "", what))
+                    continue
+                other = found.get(online.name)
+                if online.scheme != scheme.name:
+                    what = f"it makes weights of the scheme {online.scheme!r}, and {scheme.name!r} registers it"
+                elif other is not None:
+                    theirs = other.scheme if isinstance(other, OnlineQuantization) else "another scheme"
+                    what = f"the name is taken by {theirs} too; uninstall one of them"
+                else:
+                    found[online.name] = online
+                    continue
+                faults.append(self._online_fault(scheme.name, online.name, what))
+                if other is None or (isinstance(other, OnlineQuantization) and other.scheme not in KNOWN_SCHEMES):
+                    found[online.name] = faults[-1]
+        return self._publish(self._onlines, "all", found, faults)
+
+    def _online_fault(self, scheme: str, name: str, reason: str) -> PluginFault:
+        return PluginFault("online quantisation", name, owner(self._point(scheme)), reason)
+
+
+def _add_backends(oracle: Oracle, added: Iterable[tuple[str, Backend | PluginFault]]) -> list[PluginFault]:
+    """Bring ``added`` into the table; what does not work is left out, and returned."""
+    faults = []
+    for name, backend in added:
+        if isinstance(backend, Backend):
+            try:
+                oracle.add_backend(backend)
+                continue
+            except MoEError as error:
+                fault = PluginFault("backend", f"{oracle.scheme}.{name}", backend.origin, error.message, error)
+        else:
+            fault = backend
+        oracle.leave_out(name, fault)
+        faults.append(fault)
+    return faults
+
+
+def _checked_scheme(name: str, found: object) -> SchemeSpec:
+    if not isinstance(found, SchemeSpec):
+        raise RegistryError(f"is a {type(found).__name__}, expected a moe_core.SchemeSpec")
+    check_protocol(found.protocol)
+    if "." in name:
+        raise RegistryError(f"is named {name!r}, expected a name without dots: others add <scheme>.<name> to it")
+    if found.name != name:
+        raise RegistryError(f"is the scheme {found.name!r}, its entry point is named {name!r}")
+    for field_name in ("order", "reason_against"):
+        value = getattr(found, field_name)
+        if value is not None and not callable(value):
+            raise RegistryError(f"has {field_name} that is a {type(value).__name__}, expected a function")
+    for field_name in ("backends", "formats", "quant_methods", "online", "kinds"):
+        value = getattr(found, field_name)
+        if not isinstance(value, tuple):
+            raise RegistryError(f"has {field_name} that are a {type(value).__name__}, expected a tuple")
+    methods: tuple[object, ...] = found.quant_methods
+    if not all(isinstance(method, str) for method in methods):
+        raise RegistryError(f"has quant_methods that are no texts: {methods!r}")
+    rows: tuple[object, ...] = found.backends
+    if not all(isinstance(row, Backend) for row in rows):
+        raise RegistryError(f"has backends that are {rows!r}, expected moe_core.Backend")
+    return found
+
+
+def _own_format(kind: object) -> type[CheckpointFormat]:
+    """A scheme's own, as a class or "module:Class"."""
+    return _checked_format(imported(kind) if isinstance(kind, str) else kind)
+
+
+def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFormat]:
+    """``added``: by another package than the scheme's, whose protocol covers its own formats."""
+    from moe_core.interface.checkpoint_format import CheckpointFormat
+
+    if not derives(found, CheckpointFormat):
+        raise RegistryError("is no CheckpointFormat class")
+    kind = cast("type[CheckpointFormat]", found)
+    if added:
+        check_protocol(getattr(kind, "protocol_version", None))
+    if inspect.isabstract(kind):
+        raise RegistryError(f"does not define {', '.join(sorted(kind.__abstractmethods__))}")
+    if not isinstance(getattr(kind, "name", None), str):
+        raise RegistryError("has no name")
+    if not isinstance(kind.quant_methods, tuple):
+        raise RegistryError(f"has quant_methods that are a {type(kind.quant_methods).__name__}, expected a tuple")
+    return kind
+
+
+@functools.cache
+def registry() -> Registry:
+    """The registry of this installation."""
+    return Registry(installed)
+
+
+# made while this module is imported, which one thread does
+registry()
+
+
+def oracle(name: str) -> Oracle:
+    """The oracle of an installed scheme, e.g. ``oracle("fp8")``."""
+    return registry().oracle(name)

@@ -1,0 +1,460 @@
+"""Quant keys: how a tensor is quantised, as a value that can be compared.
+
+A :class:`QuantKey` says everything that a kernel must know to read a quantised
+weight or to produce a quantised activation: element type, scale type, which
+elements share a scale, zero points, packing and order.  Nothing is left to be
+guessed from a tensor's shape.
+
+Conventions.  A weight is one expert's ``[N, K]`` (rows are output features), an
+activation is ``[M, K]``.  ``GroupShape(row, col)`` counts how many rows and
+columns share one scale; ``-1`` is the full extent.  So per token and per output
+channel are both ``(1, -1)``, per tensor is ``(-1, -1)``, a DeepSeek weight block is
+``(128, 128)`` and its activation group ``(1, 128)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_core.errors import ConfigError, check_instance, did_you_mean
+from moe_core.spec.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B8, UINT8, UINT8B128, QuantDtype
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Rows x columns that share one scale; ``-1`` is the full extent."""
+
+    row: int
+    col: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("row", self.row), ("col", self.col)):
+            check_instance(name, value, int)
+            if value != -1 and value < 1:
+                raise ConfigError(f"a group extent is positive or -1 (all), got {self.row}x{self.col}")
+
+    @property
+    def is_per_tensor(self) -> bool:
+        return self.row == -1 and self.col == -1
+
+    @property
+    def is_per_row(self) -> bool:
+        """One scale per token (activation) or output channel (weight)."""
+        return self.row == 1 and self.col == -1
+
+    def grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the scale of a [rows, cols] matrix; edge groups may be partial."""
+        row = rows if self.row == -1 else self.row
+        col = cols if self.col == -1 else self.col
+        return (-(-rows // row) if rows else 0, -(-cols // col) if cols else 0)
+
+    def __str__(self) -> str:
+        names = {(-1, -1): "per tensor", (1, -1): "per row"}
+        return names.get((self.row, self.col), f"{self.row}x{self.col}")
+
+
+PER_TENSOR = GroupShape(-1, -1)
+PER_TOKEN = GroupShape(1, -1)
+PER_CHANNEL = GroupShape(1, -1)
+
+
+@dataclass(frozen=True)
+class ScaleDesc:
+    """The scale of a quantised tensor.
+
+    ``dtype`` of the stored scale (``torch.uint8`` holds e8m0 exponents, value
+    2**(s-127)); ``static`` scales come with the checkpoint, dynamic ones are
+    computed from the values at run time; ``rounding`` of e8m0 scales that are
+    computed: "up", "even" or "down", see :mod:`moe_core.reference.quantization`.
+    """
+
+    dtype: torch.dtype
+    static: bool
+    group_shape: GroupShape
+    rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("up", "even", "down"):
+            raise ConfigError(f"scales are rounded 'up', 'even' or 'down', got {self.rounding!r}")
+
+    def __str__(self) -> str:
+        dtype = "e8m0" if self.dtype is torch.uint8 else str(self.dtype).removeprefix("torch.")
+        dtype = dtype if self.rounding == "up" else f"{dtype} rounded {self.rounding}"
+        return f"{'static' if self.static else 'dynamic'} {dtype} {self.group_shape}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How sub-byte elements lie in storage words, in canonical weights.
+
+    ``values_per_word`` elements consecutive along ``axis`` ("k" or "n") in a word of
+    ``storage``; element ``i`` of a word sits ``bits * i`` above the lowest bit.
+    """
+
+    storage: torch.dtype
+    values_per_word: int
+    axis: str = "k"
+
+    def __post_init__(self) -> None:
+        if self.axis not in ("k", "n"):
+            raise ConfigError(f"packing axis is 'k' or 'n', got {self.axis!r}")
+
+    def __str__(self) -> str:
+        return f"{self.values_per_word} per {str(self.storage).removeprefix('torch.')} along {self.axis}"
+
+
+#: Two 4-bit elements in a byte, even k in the low four bits.
+PACKED_4BIT = Packing(torch.uint8, 2)
+#: element types whose codes are packed where a key does not say how
+_PACKED_TYPES = (FP4_E2M1, UINT4B8, UINT4)
+_NOT_SAID = Packing(torch.uint8, 0)
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """How a tensor is quantised; see the module docstring.
+
+    ``symmetric`` is False where the values have zero points (of the scale's group
+    shape); ``packing`` is None where one element fills one storage element, and what is
+    usual for the type where it is left out: :data:`PACKED_4BIT` for e2m1 and unsigned 4-bit;
+    ``permuted`` is True where a per-layer permutation ``g_idx`` assigns columns to
+    groups (activation order); ``pre_scaled`` where a factor for each column multiplies
+    the activations before the product (input smoothing).  A key with ``scale2``, a second level of scales, can be
+    written down and compared, but everything that takes a key refuses it.
+    """
+
+    dtype: QuantDtype
+    scale: ScaleDesc
+    scale2: ScaleDesc | None = None
+    symmetric: bool = True
+    packing: Packing | None = _NOT_SAID
+    permuted: bool = False
+    pre_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.packing == _NOT_SAID:
+            object.__setattr__(self, "packing", self._usual_packing)
+
+    @property
+    def _usual_packing(self) -> Packing | None:
+        return PACKED_4BIT if self.dtype in _PACKED_TYPES else None
+
+    @property
+    def group_shape(self) -> GroupShape:
+        return self.scale.group_shape
+
+    @property
+    def is_static(self) -> bool:
+        return self.scale.static
+
+    @property
+    def group_size(self) -> int:
+        """Elements along K that share a scale; -1 for all of them."""
+        return self.scale.group_shape.col
+
+    def with_group(self, row: int, col: int) -> QuantKey:
+        """The same key with another group shape."""
+        return replace(self, scale=replace(self.scale, group_shape=GroupShape(row, col)))
+
+    def with_scale_dtype(self, dtype: torch.dtype) -> QuantKey:
+        """The same key with another scale dtype."""
+        return replace(self, scale=replace(self.scale, dtype=dtype))
+
+    @property
+    def is_token_wise(self) -> bool:
+        """Whether an activation key gives each token scales of its own (one, or one per group), and codes of a byte.
+
+        Then tokens can be quantised before they travel, wherever they are, as the experts would do it:
+        :func:`moe_core.kernels.ops.quantize.quantize_activation`.
+        """
+        shape = self.group_shape
+        return (
+            not self.is_static
+            and (shape.is_per_row or (shape.row == 1 and shape.col > 0))
+            and self.symmetric
+            and self.packing is None
+            and self.scale2 is None
+            and not (self.permuted or self.pre_scaled)
+            and self.scale.rounding == "up"
+        )
+
+    def with_rounding(self, rounding: str) -> QuantKey:
+        """The same key with e8m0 scales that are rounded "up", "even" or "down"."""
+        return replace(self, scale=replace(self.scale, rounding=rounding))
+
+    def __str__(self) -> str:
+        parts = [self.dtype.name, str(self.scale)]
+        if self.scale2 is not None:
+            parts.append(f"second scale {self.scale2}")
+        if not self.symmetric:
+            parts.append("zero points")
+        if self.packing != self._usual_packing:
+            parts.append("not packed" if self.packing is None else f"packed as {self.packing}")
+        if self.permuted:
+            parts.append("activation order")
+        if self.pre_scaled:
+            parts.append("scaled inputs")
+        name = _name_of(self)
+        return ", ".join(parts) if name is None else f"{name} ({', '.join(parts)})"
+
+
+def _scale(dtype: torch.dtype, static: bool, row: int, col: int) -> ScaleDesc:
+    return ScaleDesc(dtype, static, GroupShape(row, col))
+
+
+_F32 = torch.float32
+_BF16 = torch.bfloat16
+_E8M0 = torch.uint8
+
+kFp8StaticTensorSym = QuantKey(FP8_E4M3, _scale(_F32, True, -1, -1))
+kFp8DynamicTensorSym = QuantKey(FP8_E4M3, _scale(_F32, False, -1, -1))
+#: one scale per output channel; one per token is the same grouping
+kFp8StaticChannelSym = QuantKey(FP8_E4M3, _scale(_F32, True, 1, -1))
+kFp8StaticTokenSym = kFp8StaticChannelSym
+kFp8DynamicTokenSym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, -1))
+kFp8Static128BlockSym = QuantKey(FP8_E4M3, _scale(_F32, True, 128, 128))
+kFp8Static128BlockE8M0Sym = QuantKey(FP8_E4M3, _scale(_E8M0, True, 128, 128))
+kFp8Dynamic128Sym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, 128))
+kFp8Dynamic64Sym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, 64))
+kMxfp8Static = QuantKey(FP8_E4M3, _scale(_E8M0, True, 1, 32))
+kMxfp8Dynamic = QuantKey(FP8_E4M3, _scale(_E8M0, False, 1, 32))
+kMxfp4Static = QuantKey(FP4_E2M1, _scale(_E8M0, True, 1, 32), packing=PACKED_4BIT)
+kMxfp4Dynamic = QuantKey(FP4_E2M1, _scale(_E8M0, False, 1, 32), packing=PACKED_4BIT)
+#: whose largest values may saturate, as tools' own do: they differ in the scales of every fifth (third) group, with
+#: e4m3 in those of every fifteenth (ninth)
+kMxfp8DynamicEven = kMxfp8Dynamic.with_rounding("even")
+kMxfp8DynamicDown = kMxfp8Dynamic.with_rounding("down")
+kMxfp4DynamicEven = kMxfp4Dynamic.with_rounding("even")
+kMxfp4DynamicDown = kMxfp4Dynamic.with_rounding("down")
+
+kInt8StaticChannelSym = QuantKey(INT8, _scale(_F32, True, 1, -1))
+kInt8StaticTensorSym = QuantKey(INT8, _scale(_F32, True, -1, -1))
+kInt8StaticTensorAsym = QuantKey(INT8, _scale(_F32, True, -1, -1), symmetric=False)
+kInt8DynamicTokenSym = QuantKey(INT8, _scale(_F32, False, 1, -1))
+kInt8DynamicTokenAsym = QuantKey(INT8, _scale(_F32, False, 1, -1), symmetric=False)
+kInt8DynamicTensorSym = QuantKey(INT8, _scale(_F32, False, -1, -1))
+
+#: 16-bit-activation integer weights: group 128, bf16 scales.  ``with_group`` and
+#: ``with_scale_dtype`` give the others; claims name the range with a KeyPattern.
+kInt4StaticGroupScale = _scale(_BF16, True, 1, 128)
+kInt8StaticGroupScale = _scale(_BF16, True, 1, 128)
+kInt4Static = QuantKey(UINT4B8, kInt4StaticGroupScale, packing=PACKED_4BIT)
+kInt4StaticAsym = QuantKey(UINT4, kInt4StaticGroupScale, symmetric=False, packing=PACKED_4BIT)
+kInt4Static32 = kInt4Static.with_group(1, 32)
+kInt4Static32Asym = kInt4StaticAsym.with_group(1, 32)
+kInt8Static = QuantKey(UINT8B128, kInt8StaticGroupScale)
+kInt8StaticAsym = QuantKey(UINT8, kInt8StaticGroupScale, symmetric=False)
+#: int4 weights for int8 activations
+kInt4W4A8StaticChannelSym = QuantKey(INT4, _scale(_F32, True, 1, -1))
+kInt4W4A8StaticGroup128Sym = QuantKey(INT4, _scale(_BF16, True, 1, 128))
+kInt4W4A8StaticGroup64Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 64)
+kInt4W4A8StaticGroup32Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 32)
+
+#: The field's name of each key that has one.
+NAMES: dict[QuantKey, str] = {}
+for _name, _value in list(globals().items()):
+    if _name.startswith("k") and isinstance(_value, QuantKey):
+        NAMES.setdefault(_value, _name)
+
+
+def check_one_level(key: QuantKey | None, what: str = "quant key") -> None:
+    """Refuse a key with a second level of scales, which nothing here applies.
+
+    Args:
+        key: The key, or None for 16 bits.
+        what: Name of the argument, for the error.
+
+    Raises:
+        ConfigError: Where the key has a ``scale2``.
+    """
+    if key is not None and key.scale2 is not None:
+        raise ConfigError(
+            f"{what} has scale2={key.scale2}, but two-level scales are not supported: "
+            "multiply the second scale into the first and leave scale2 out"
+        )
+
+
+def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKey | None:
+    """A key from what users pass: itself or its name; None, "none" or "16-bit" for what is not quantised.
+
+    Raises ConfigError, where ``what`` says which key it is, for anything else and for :func:`check_one_level`'s reason.
+    """
+    if key is None or isinstance(key, QuantKey):
+        check_one_level(key, what)
+        return key
+    if not isinstance(key, str):
+        raise ConfigError(
+            f"{what} is {key!r}, expected a QuantKey, its name (kFp8Static128BlockSym), or None for 16 bits"
+        )
+    return None if key.lower() in ("none", "16-bit") else key_by_name(key)
+
+
+#: what a scale's dtype is called in a key's name
+_SCALE_DTYPES = {"float32": _F32, "bfloat16": _BF16, "float16": torch.float16, "e8m0": _E8M0}
+_GROUPS = {"per_row": PER_CHANNEL, "per_tensor": PER_TENSOR}
+
+
+def key_by_name(name: str) -> QuantKey:
+    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``, or one that differs from it in what brackets say.
+
+    ``"kInt4Static[1x64,float16,permuted,pre_scaled]"``: the group of rows x columns (or ``per_row``, ``per_tensor``),
+    the scale's dtype (float32, bfloat16, float16, e8m0), activation order, scaled inputs; any of them, in any order.
+    """
+    constant, bracket, rest = name.partition("[")
+    value = globals().get(constant)
+    if not isinstance(value, QuantKey):
+        known = sorted(NAMES.values())
+        raise ConfigError(
+            f"unknown quant key {name!r}{did_you_mean(constant, known)}", details=f"known: {', '.join(known)}"
+        )
+    if bracket and not rest.endswith("]"):
+        raise ConfigError(f"quant key {name!r}: the closing bracket is missing, e.g. {constant}[64x128]")
+    for part in rest.removesuffix("]").split(",") if bracket else ():
+        changed = _changed(value, part.strip().lower())
+        if changed is None:
+            words = [*_GROUPS, *_SCALE_DTYPES, "permuted", "pre_scaled"]
+            raise ConfigError(
+                f"quant key {name!r}: expected a group of rows x columns or {', '.join(words)} in brackets, "
+                f"got {part.strip()!r}{did_you_mean(part.strip(), words)}"
+            )
+        value = changed
+    return value
+
+
+def _changed(key: QuantKey, part: str) -> QuantKey | None:
+    """The key with what one word in brackets says; None for a word that says nothing."""
+    rows, cross, cols = part.partition("x")
+    if part in _GROUPS:
+        return replace(key, scale=replace(key.scale, group_shape=_GROUPS[part]))
+    if cross and rows.isdecimal() and cols.isdecimal():
+        return key.with_group(int(rows), int(cols))
+    if part in _SCALE_DTYPES:
+        return key.with_scale_dtype(_SCALE_DTYPES[part])
+    if part == "permuted":
+        return replace(key, permuted=True)
+    return replace(key, pre_scaled=True) if part == "pre_scaled" else None
+
+
+def key_name(key: QuantKey | None) -> str:
+    """What :func:`key_by_name` reads; all that the key says where it differs from every constant in something else."""
+    return "16-bit" if key is None else (_name_of(key) or str(key))
+
+
+@functools.cache
+def _name_of(key: QuantKey) -> str | None:
+    """The name that differs least from a constant's."""
+    if key in NAMES:
+        return NAMES[key]
+    found = [like for constant in NAMES if (like := _named_like(constant, key)) is not None]
+    return min(found, key=lambda like: like[:2])[2] if found else None
+
+
+def _named_like(constant: QuantKey, key: QuantKey) -> tuple[int, bool, str] | None:
+    """``key`` as a changed ``constant``: (how many words, whether its groups are of another kind, the name)."""
+    shape, like = key.group_shape, constant.group_shape
+    scale = replace(constant.scale, group_shape=shape, dtype=key.scale.dtype)
+    if replace(constant, scale=scale, permuted=key.permuted, pre_scaled=key.pre_scaled) != key:
+        return None
+    words = []
+    if shape != like:
+        words.append(_group_word(shape))
+    if key.scale.dtype != constant.scale.dtype:
+        words.append(_dtype_word(key.scale.dtype))
+    for word in ("permuted", "pre_scaled"):
+        if getattr(key, word) != getattr(constant, word):
+            words.append(word)
+    alike = (like.col > 0) == (shape.col > 0) and (like.row > 1) == (shape.row > 1)
+    return len(words), not alike, f"{NAMES[constant]}[{','.join(words)}]"
+
+
+def _group_word(shape: GroupShape) -> str:
+    """A group shape as it stands in a key's name."""
+    return next((word for word, group in _GROUPS.items() if group == shape), str(shape))
+
+
+def _dtype_word(dtype: torch.dtype) -> str:
+    """A scale's dtype as it stands in a key's name."""
+    return next((word for word, known in _SCALE_DTYPES.items() if known == dtype), str(dtype))
+
+
+@dataclass(frozen=True)
+class KeyPattern:
+    """A set of quant keys, as claims state it.
+
+    Everything of ``base`` must match, except that ``group_shapes``, ``scale_dtypes``,
+    ``permuted`` and ``pre_scaled`` widen the respective field when given.
+    """
+
+    base: QuantKey
+    group_shapes: tuple[GroupShape, ...] | None = None
+    scale_dtypes: tuple[torch.dtype, ...] | None = None
+    permuted: tuple[bool, ...] | None = None
+    pre_scaled: tuple[bool, ...] | None = None
+
+    def matches(self, key: QuantKey) -> bool:
+        shapes = self.group_shapes or (self.base.scale.group_shape,)
+        dtypes = self.scale_dtypes or (self.base.scale.dtype,)
+        permuted = self.permuted or (self.base.permuted,)
+        if key.group_shape not in shapes or key.scale.dtype not in dtypes or key.permuted not in permuted:
+            return False
+        if key.pre_scaled not in (self.pre_scaled or (self.base.pre_scaled,)):
+            return False
+        base = self.base
+        # field by field: a selection asks this for every claim of every class
+        return (key.dtype, key.scale.static, key.scale.rounding, key.scale2, key.symmetric, key.packing) == (
+            base.dtype,
+            base.scale.static,
+            base.scale.rounding,
+            base.scale2,
+            base.symmetric,
+            base.packing,
+        )
+
+    def expand(self) -> tuple[QuantKey, ...]:
+        """Every key of the set (claims are finite, so that each can be tested)."""
+        return tuple(
+            self.key(shape, dtype, permuted, pre_scaled)
+            for shape, dtype, permuted, pre_scaled in itertools.product(*self.choices)
+        )
+
+    @property
+    def choices(
+        self,
+    ) -> tuple[tuple[GroupShape, ...], tuple[torch.dtype, ...], tuple[bool, ...], tuple[bool, ...]]:
+        """The values of each field that may differ: group shapes, scale dtypes, ``permuted``, ``pre_scaled``."""
+        return (
+            self.group_shapes or (self.base.scale.group_shape,),
+            self.scale_dtypes or (self.base.scale.dtype,),
+            self.permuted or (self.base.permuted,),
+            self.pre_scaled or (self.base.pre_scaled,),
+        )
+
+    def key(self, shape: GroupShape, dtype: torch.dtype, permuted: bool, pre_scaled: bool) -> QuantKey:
+        """The key of these values."""
+        scale = replace(self.base.scale, group_shape=shape, dtype=dtype)
+        return replace(self.base, scale=scale, permuted=permuted, pre_scaled=pre_scaled)
+
+    def __str__(self) -> str:
+        """A key's name whose brackets hold every choice: ``kInt4Static[1x64|per_row,bfloat16|float16,permuted?]``.
+
+        "|" stands between choices, "?" behind a word that may be missing.
+        """
+        name = _name_of(self.base)
+        if name is None:
+            return " | ".join(map(key_name, self.expand()))
+        constant = name.partition("[")[0]
+        like: QuantKey = globals()[constant]
+        shapes, dtypes, permuted, pre_scaled = self.choices
+        words = []
+        if shapes != (like.group_shape,):
+            words.append("|".join(dict.fromkeys(map(_group_word, shapes))))
+        if dtypes != (like.scale.dtype,):
+            words.append("|".join(dict.fromkeys(map(_dtype_word, dtypes))))
+        for word, values in (("permuted", permuted), ("pre_scaled", pre_scaled)):
+            if True in values:
+                words.append(f"{word}?" if False in values else word)
+        return f"{constant}[{','.join(words)}]" if words else constant

@@ -1,0 +1,183 @@
+"""``with loading():`` models of transformers get the quantised experts of their checkpoints as layers of moe-core.
+
+transformers has no place for a package to take part in ``from_pretrained`` of any checkpoint: quantisers are known by
+``quant_method``, need the packages of the tools, and some leave experts out.  So four functions of it are replaced
+while some thread is within :func:`loading`: those that choose the quantizer and the dtype, find the files, and read
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_core import CheckpointError, ConfigError, ParallelGroups, QuantKey, registry
+from moe_core.api.models import names_experts
+from transformers import PreTrainedModel, modeling_utils
+
+from moe_transformers.missing import refuse_missing_experts
+from moe_transformers.options import Options
+from moe_transformers.quantizer import MoeCoreQuantizer, check_dtype
+from moe_transformers.ranks import groups_of
+from moe_transformers.refusals import RefusedError
+from moe_transformers.settings import fetch_settings
+
+_OPTIONS: ContextVar[Options | None] = ContextVar("moe_transformers_options", default=None)
+
+
+@contextlib.contextmanager
+def loading(
+    *,
+    backend: str = "auto",
+    quantize: str | None = None,
+    activation_key: QuantKey | str | None = "checkpoint",
+    groups: ParallelGroups | None = None,
+) -> Iterator[None]:
+    """Within it, ``from_pretrained`` loads quantised experts as layers of moe-core.
+
+    Everything else is transformers': the model's classes, routing, names of tensors, ``device_map``.  Linear layers
+    that the checkpoint has quantised too become weights in the model's ``dtype``, without the package of the tool that
+    quantised them.  Experts in 16 bits stay transformers', unless ``quantize`` names what to make of them
+    ("fp8_per_channel").  ``backend``, ``quantize`` and ``activation_key`` are those of :func:`moe_core.load_layer`.
+
+    On several ranks, each a process, ``groups`` (:class:`moe_core.ParallelGroups`) say how they share the experts; all
+    else is on every rank, or shared as ``distributed_config=DistributedConfig(tp_size=…)`` says, with which the columns
+    of experts are cut too where no groups are given.  All ranks make the same calls of the model.
+
+    ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and where
+    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it, among them a
+    ``dtype`` that is not bfloat16, float16 or float32.  RefusedError follows the reading of weights where experts would
+    be left at random values, because the checkpoint has none for them.  Peak memory is the model's and one layer more.
+
+    It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
+    transformers is as before when the last thread has left it, whatever was raised.  Raises RegistryError for an
+    unknown ``quantize``.
+    """
+    if quantize is not None:
+        registry().online(quantize)
+    with _HOOKS:
+        token = _OPTIONS.set(Options(backend, quantize, activation_key, groups))
+        try:
+            yield
+        finally:
+            _OPTIONS.reset(token)
+
+
+def _get_hf_quantizer(
+    original: Callable[..., Any], config: Any, quantization_config: Any, device_map: Any, *rest: Any, **named: Any
+) -> Any:
+    """transformers' ``get_hf_quantizer``: (quantiser, config, device_map)."""
+    options = _OPTIONS.get()
+    entries = _quantization_of(config)
+    if options is None or named.get("gguf_file") is not None or not names_experts(config.to_dict()):
+        return original(config, quantization_config, device_map, *rest, **named)
+    options = replace(options, groups=groups_of(getattr(config, "distributed_config", None), options.groups))
+    if quantization_config is not None:
+        raise ConfigError(
+            "quantization_config is given within moe_transformers.loading(), where the checkpoint's own holds: leave "
+            "it out, or quantise 16-bit experts with loading(quantize=…)"
+        )
+    _check_method(entries)
+    return MoeCoreQuantizer(options, entries), config, device_map
+
+
+def _quantization_of(config: Any) -> Mapping[str, Any]:
+    """The ``quantization_config`` of a model's config, {} where it has none."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if found is None:
+        return {}
+    return found if isinstance(found, Mapping) else found.to_dict()
+
+
+def _check_method(entries: Mapping[str, Any]) -> None:
+    """RefusedError for a ``quant_method`` that no installed scheme reads."""
+    method = entries.get("quant_method")
+    known = {name for scheme in registry().schemes() for name in scheme.quant_methods}
+    if method is not None and str(method).removesuffix("_mixed") not in known:
+        error = ConfigError(f"quant_method {method!r} is not one that moe-core reads ({', '.join(sorted(known))})")
+        raise RefusedError.of(error, entries)
+
+
+def _get_dtype(original: Callable[..., Any], dtype: Any, *rest: Any, **named: Any) -> Any:
+    """transformers' function of that name: (config, dtype)."""
+    if any(isinstance(one, MoeCoreQuantizer) for one in (*rest, *named.values())):
+        check_dtype(dtype)
+    return original(dtype, *rest, **named)
+
+
+def _get_resolved_checkpoint_files(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """transformers' function of that name: (files, metadata)."""
+    files, metadata = original(*arguments, **named)
+    if _OPTIONS.get() is not None and files:
+        fetch_settings(Path(files[0]), str(named["pretrained_model_name_or_path"]), named["download_kwargs"] or {})
+    return files, metadata
+
+
+def _load_pretrained_model(
+    original: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
+) -> Any:
+    """``PreTrainedModel._load_pretrained_model``: reads the files into the model."""
+    quantizer = load_config.hf_quantizer
+    with contextlib.ExitStack() as reading:
+        if isinstance(quantizer, MoeCoreQuantizer):
+            reading.enter_context(quantizer.plan.checkpoint.reading())
+            state_dict = quantizer.tensors(model, load_config.device_map)
+            load_config = dataclasses.replace(load_config, hf_quantizer=None)
+        info, offloaded = original(model, state_dict, files, load_config, *rest, **named)
+        if isinstance(quantizer, MoeCoreQuantizer):
+            quantizer.plan.complete(model, load_config, info, offloaded)
+    # expected keys are given for an adapter, whose files have nothing of the model that is loaded already
+    if _OPTIONS.get() is not None and not (rest or named):
+        try:
+            refuse_missing_experts(model, info.missing_and_mismatched())
+        except CheckpointError as error:
+            raise RefusedError.of(error, _quantization_of(model.config)) from error
+    return info, offloaded
+
+
+class _Hooks:
+    """Replaces transformers' functions while any thread is within."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._replace(modeling_utils, "get_hf_quantizer", _get_hf_quantizer)
+                self._replace(modeling_utils, "_get_resolved_checkpoint_files", _get_resolved_checkpoint_files)
+                self._replace(modeling_utils, "_get_dtype", _get_dtype)
+                self._replace(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                while self._replaced:
+                    owner, name, before, mine = self._replaced.pop()
+                    # another package's replacement, made meanwhile, calls ours, which then changes nothing
+                    if vars(owner)[name] is mine:
+                        setattr(owner, name, before)
+
+    def _replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        before = vars(owner)[name]
+        mine: Any = functools.partial(hook, getattr(owner, name))
+        if isinstance(before, staticmethod):
+            mine = staticmethod(mine)
+        self._replaced.append((owner, name, before, mine))
+        setattr(owner, name, mine)
+
+
+_HOOKS = _Hooks()
