@@ -86,10 +86,10 @@ def test_packages_use_declared_names_alone(source: Path) -> None:
             "from moe_core.interface.checkpoint_format import CheckpointFormat",
             "moe_core.interface.checkpoint_format.CheckpointFormat",
         ),
-        ("from moe_core import ops", "moe_core.kernels.ops"),
+        ("from moe_core.kernels import ops", "moe_core.kernels.ops"),
         ("from moe_core.api.formats import INTERNAL", "moe_core.api.formats.INTERNAL"),
         ("import moe_core.kernels.ops.sort", "moe_core.kernels.ops.sort"),
-        ("import moe_core as mc\nmc.ops.sort", "moe_core.kernels.ops"),
+        ("import moe_core as mc\nmc.kernels.sort", "moe_core.kernels"),
         ("def f():\n    from moe_core.plugins.faults import guard", "moe_core.plugins.faults.guard"),
         ("import importlib\nimportlib.import_module('moe_core.kernels.gemm')", "moe_core.kernels.gemm"),
         ("CLASSES = ('moe_core.reference.torch_experts:TorchExperts',)", "moe_core.reference.torch_experts"),
@@ -104,7 +104,7 @@ def test_other_uses_are_found(code: str, what: str) -> None:
     [
         "from moe_core import QuantKey\nfrom moe_core.api import formats\nformats.LayerExperts",
         "import moe_core as mc\nmc.QuantKey",
-        "import moe_core.api.formats\nmoe_core.format_api.LayerExperts",
+        "import moe_core.api.formats as formats\nformats.LayerExperts",
         "import torch, moe_fp8\nfrom moe_fp8.formats import fp8_block",
         "text = 'moe_core.api.formats reads; moe_core. does not end so'",
     ],
@@ -113,8 +113,8 @@ def test_declared_uses_are_none(code: str) -> None:
     assert not list(offences(code))
 
 
-#: names that packages of protocol 3 may count on, beside those of `moe_core`
-PROTOCOL_3 = {
+#: names that packages written for the versions of 1.0 may count on, in addition to those of `moe_core`
+NAMES = {
     "moe_core.api.commands": (
         "activation_key_of bytes_text check_seed device_of dtype_of duration emit progress seconds_since"
     ),
@@ -161,15 +161,15 @@ PROTOCOL_3 = {
 }
 
 
-@pytest.mark.parametrize("module", PROTOCOL_3)
-def test_names_go_with_a_new_protocol_alone(module: str) -> None:
-    """Where one must go, raise PROTOCOL_VERSION, and list the names of the new protocol."""
-    assert moe_core.PROTOCOL_VERSION == 3
-    assert not set(PROTOCOL_3[module].split()) - set(importlib.import_module(module).__all__)
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_removed_with_a_new_major_version_only(module: str) -> None:
+    """Where one must be removed, raise the major version of its API, and list the names of the new one."""
+    assert {moe_core.INTERFACE_API.major, moe_core.FORMAT_API.major, moe_core.KERNEL_API.major} == {1}
+    assert not set(NAMES[module].split()) - set(importlib.import_module(module).__all__)
 
 
 def test_every_declared_module_is_guarded() -> None:
-    assert {"moe_core", *PROTOCOL_3} == set(DECLARED)
+    assert {"moe_core", *NAMES} == set(DECLARED)
 
 
 @pytest.mark.parametrize("module", [name for name in DECLARED if name != "moe_core"])

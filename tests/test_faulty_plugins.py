@@ -44,12 +44,12 @@ class Layout(ExpertLayout):
     def load(self, config, *, experts, device="cpu"): raise NotImplementedError
 
 class Format(CheckpointFormat):
-    protocol_version = 3
+    format_api = (1, 0)
     name = "faulty format"
     quant_methods = METHODS
     def resolve(self, quantization, layer): return "it is not mine"
 
-SCHEME = mc.SchemeSpec("faulty", protocol=3, formats=(Format,), quant_methods=METHODS)
+SCHEME = mc.SchemeSpec("faulty", interface_api=(1, 0), format_api=(1, 0), formats=(Format,), quant_methods=METHODS)
 changed = lambda **changes: dataclasses.replace(SCHEME, **changes)
 """
 
@@ -59,7 +59,7 @@ import sys
 import moe_core as mc
 
 class Experts(mc.FusedMoEExpertsModular):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = mc.Claims(
         devices=(mc.any_device(),), keys=((mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym),), activations=mc.GATED
     )
@@ -115,9 +115,13 @@ FAULTS = {
     # what it gives
     "scheme is None": scheme("SCHEME = None", "is a NoneType, expected a moe_core.SchemeSpec"),
     "scheme is its class": scheme("SCHEME = mc.SchemeSpec", "is a type, expected a moe_core.SchemeSpec"),
-    "scheme of another protocol": scheme("SCHEME = changed(protocol=1)", "was built for plug-in protocol 1"),
-    "scheme whose protocol cannot be compared": scheme(
-        "class P:\n    def __ne__(self, other): raise OSError('no')\nSCHEME = changed(protocol=P())", "OSError: no"
+    "scheme of another interface": scheme("SCHEME = changed(interface_api=(0, 9))", "was built for interface_api 0.9"),
+    "scheme of newer kernels": scheme("SCHEME = changed(kernel_api=(1, 99))", "was built for kernel_api 1.99"),
+    "scheme of another version of formats": scheme("SCHEME = changed(format_api=(2, 0))", "format_api 2.0"),
+    "scheme without the version of its formats": scheme("SCHEME = changed(format_api=None)", "states no format_api"),
+    "scheme whose version cannot be compared": scheme(
+        "class P:\n    def __ne__(self, other): raise OSError('no')\nSCHEME = changed(interface_api=P())",
+        "interface_api = ",
     ),
     "scheme of another name": scheme("SCHEME = changed(name='other')", "is the scheme 'other'"),
     "scheme order of no kind": scheme("SCHEME = changed(order=7)", "has order that is a int, expected a function"),
@@ -146,8 +150,9 @@ FAULTS = {
     "backend abstract": backend("class Experts(mc.FusedMoEExpertsModular): claims = 1", "does not define apply"),
     "backend without claims": backend("del Experts.claims", "has claims that are missing"),
     "backend claims are a dict": backend("Experts.claims = {}", "has claims that are a dict"),
-    "backend without a protocol": backend("del Experts.protocol_version", "states no protocol_version"),
-    "backend of another protocol": backend("Experts.protocol_version = 9", "plug-in protocol 9"),
+    "backend without a version": backend("del Experts.interface_api", "states no interface_api"),
+    "backend of another interface": backend("Experts.interface_api = (9, 0)", "interface_api 9.0"),
+    "backend of newer kernels": backend("Experts.kernel_api = (1, 7)", "kernel_api 1.7"),
     "backend place of no kind": backend("Experts.placement = 'first'", "has a placement that is a str"),
     "backend place of wrong names": backend("mc.Placement(before='triton')", "a placement names backends in tuples"),
     "backend with the name of another": backend("", "already has a backend 'torch'", name="fp8.torch"),
@@ -162,8 +167,8 @@ FAULTS = {
     ),
     "format is no class": form("Format = 7", "is no CheckpointFormat class"),
     "format behind another name": form("", "'acme' is no scheme", name="acme.fp8.faulty"),
-    "format without a protocol": form("del Format.protocol_version", "states no protocol_version"),
-    "format of another protocol": form("Format.protocol_version = 1", "was built for plug-in protocol 1"),
+    "format without a version": form("del Format.format_api", "states no format_api"),
+    "format of another version": form("Format.format_api = (0, 1)", "was built for format_api 0.1"),
     # when it is asked
     "scheme format raises": scheme("Format.resolve = lambda *a: 1 / 0", "ZeroDivisionError"),
     "scheme format exits": scheme("Format.resolve = lambda *a: sys.exit(0)", "SystemExit: 0"),

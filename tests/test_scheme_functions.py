@@ -179,7 +179,7 @@ def test_what_is_quantised_at_load_goes_by_its_name(scheme: str, module: ModuleT
 def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from moe_wna16.experts.torch import TorchWNA16Experts
 
-    mine = type("Mine", (TorchWNA16Experts,), {"protocol_version": 3, "placement": mc.Placement(before=("*",))})
+    mine = type("Mine", (TorchWNA16Experts,), {"interface_api": (1, 0), "placement": mc.Placement(before=("*",))})
     monkeypatch.setattr("moe_wna16.experts.torch.Mine", mine, raising=False)
     point = importlib.metadata.EntryPoint("wna16.mine", "moe_wna16.experts.torch:Mine", "moe_core.backends")
     everything = {group: installed(group) for group in ("moe_core.schemes", "moe_core.backends", "moe_core.formats")}

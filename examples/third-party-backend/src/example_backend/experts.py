@@ -13,7 +13,7 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
     """16-bit activations times weights that were dequantized to the layer's dtype."""
 
     # the version of the interface that this class was written for
-    protocol_version = 3
+    interface_api = (1, 0)
     # kernels first; torch dequantizes on every call
     placement = mc.Placement(before=("torch",), after=("triton",))
 

@@ -75,7 +75,7 @@ class ExampleFormat(QuantizedFormat):
     """See the module docstring."""
 
     # the version of the interface that this class was written for
-    protocol_version = 3
+    format_api = (1, 0)
     name = "INT8 of an imaginary tool"
     quant_methods = ("example",)
 

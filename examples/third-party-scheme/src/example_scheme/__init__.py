@@ -34,7 +34,7 @@ class PlainTorchExperts(TorchExperts):
 # one backend, so the order needs no thought
 SCHEME = SchemeSpec(
     name="plain",
-    protocol=3,
+    interface_api=(1, 0),
     package="moe-example-scheme",
     backends=(Backend("torch", (PlainTorchExperts,)),),
 )

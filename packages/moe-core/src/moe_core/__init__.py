@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from moe_core.interface.claims import NON_GATED as NON_GATED
     from moe_core.interface.claims import Claims as Claims
     from moe_core.interface.claims import Verified as Verified
-    from moe_core.interface.experts import PROTOCOL_VERSION as PROTOCOL_VERSION
     from moe_core.interface.experts import ExpertTokensMetadata as ExpertTokensMetadata
     from moe_core.interface.experts import FusedMoEExperts as FusedMoEExperts
     from moe_core.interface.experts import FusedMoEExpertsModular as FusedMoEExpertsModular
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
     from moe_core.interface.prepare_finalize import Prepared as Prepared
     from moe_core.interface.prepare_finalize import TokenRouting as TokenRouting
     from moe_core.interface.prepare_finalize import TopKWeightAndReduce as TopKWeightAndReduce
+    from moe_core.interface.versions import FORMAT_API as FORMAT_API
+    from moe_core.interface.versions import INTERFACE_API as INTERFACE_API
+    from moe_core.interface.versions import KERNEL_API as KERNEL_API
     from moe_core.kernels.ops.online import OnlineQuantization as OnlineQuantization
     from moe_core.layer.layer import FusedMoELayer as FusedMoELayer
     from moe_core.layer.layer import experts_left_out as experts_left_out
@@ -203,7 +205,11 @@ _HOMES = {
         "FusedMoEExperts",
         "FusedMoEExpertsModular",
         "FusedMoEExpertsMonolithic",
-        "PROTOCOL_VERSION",
+    ),
+    "interface.versions": (
+        "FORMAT_API",
+        "INTERFACE_API",
+        "KERNEL_API",
     ),
     "interface.prepare_finalize": (
         "FusedMoEPrepareAndFinalizeModular",

@@ -90,7 +90,7 @@ class SchemeNotInstalledError(RegistryError):
 
 
 class ProtocolVersionError(RegistryError):
-    """A plug-in that was built for another version of the plug-in protocol."""
+    """A plug-in was built for another version of the declared API, or states none."""
 
 
 class PluginWarning(UserWarning):

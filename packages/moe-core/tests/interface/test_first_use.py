@@ -73,7 +73,7 @@ def registry_of(module: types.ModuleType, backends: tuple[str, ...] = ("mine",))
         pass
 
     class Added(PlainFormat):
-        protocol_version = 3
+        format_api = (1, 0)
 
     module.Gpu, module.Plain, module.Batched, module.Mine = GpuToyExperts, ToyExperts, BatchedToyExperts, Mine  # type: ignore[attr-defined]
     module.Own = type("Own", (PlainFormat,), {})  # type: ignore[attr-defined]

@@ -74,7 +74,8 @@ def reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activati
 
 KERNELS = SchemeSpec(
     "toy",
-    protocol=3,
+    interface_api=(1, 0),
+    format_api=(1, 0),
     backends=(
         Backend("library", (LibraryExperts,)),
         Backend("static", (StaticExperts,)),

@@ -17,29 +17,29 @@ from moe_core import (
     RegistryError,
     SchemeNotInstalledError,
 )
-from moe_core.interface.experts import PROTOCOL_VERSION
+from moe_core.interface.versions import INTERFACE_API
 from moe_core_toys import TOY, ToyExperts, toy_oracle
 
 CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=48)
 
 
 class OtherExperts(ToyExperts):
-    protocol_version = 3
+    interface_api = (1, 0)
 
 
 class SilentExperts(ToyExperts):
-    protocol_version = None  # type: ignore[assignment]
+    interface_api = None  # type: ignore[assignment]
 
 
 class FutureExperts(ToyExperts):
-    protocol_version = 99
+    interface_api = (99, 0)
 
 
 @pytest.fixture
 def plugin() -> Iterator[types.ModuleType]:
     module = types.ModuleType("moe_test_plugin")
     module.TOY = TOY  # type: ignore[attr-defined]
-    module.FUTURE = replace(TOY, name="future", protocol=PROTOCOL_VERSION + 1)  # type: ignore[attr-defined]
+    module.FUTURE = replace(TOY, name="future", interface_api=(INTERFACE_API.major + 1, 0))  # type: ignore[attr-defined]
     for cls in (OtherExperts, SilentExperts, FutureExperts):
         setattr(module, cls.__name__, cls)
     sys.modules[module.__name__] = module
@@ -89,10 +89,10 @@ def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.Mon
 
 
 def test_another_protocol_is_refused_by_name_and_version(plugin: types.ModuleType) -> None:
-    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*protocol 4; this moe-core speaks protocol 3"):
+    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*interface_api 2\.0; this moe-core offers 1\.0"):
         make(schemes={"future": "moe_test_plugin:FUTURE"}).scheme("future")
     schemes = {"toy": "moe_test_plugin:TOY"}
-    for experts, text in (("Future", "protocol 99"), ("Silent", "states no protocol_version")):
+    for experts, text in (("Future", r"interface_api 99\.0"), ("Silent", "states no interface_api")):
         expected = rf"backend 'toy.x' of .*{text}"
         with pytest.warns(PluginWarning, match=expected):
             oracle = make(schemes=schemes, backends={"toy.x": f"moe_test_plugin:{experts}Experts"}).oracle("toy")

@@ -49,7 +49,7 @@ CONFIG = FusedMoEConfig(
 
 
 class Sound(TorchExperts):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = Claims(
         devices=(any_device(),),
         keys=(

@@ -44,7 +44,7 @@ class ToyExperts(FusedMoEExpertsModular):
     """Unquantised experts, token by token."""
 
     claims = PLAIN
-    protocol_version = 3
+    interface_api = (1, 0)
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         quant = make_quant_config(
@@ -112,7 +112,7 @@ class GpuToyExperts(ToyExperts):
 
 
 class MonolithicToyExperts(FusedMoEExpertsMonolithic):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = replace(PLAIN, routing_methods=frozenset({RoutingMethodType.Renormalize}))
     convert = ToyExperts.convert
 
@@ -147,7 +147,8 @@ class MonolithicToyExperts(FusedMoEExpertsMonolithic):
 #: the scheme of the toys
 TOY = SchemeSpec(
     "toy",
-    protocol=3,
+    interface_api=(1, 0),
+    format_api=(1, 0),
     backends=(Backend("gpu", (GpuToyExperts,)), Backend("plain", (ToyExperts, BatchedToyExperts))),
 )
 

@@ -43,7 +43,7 @@ PERMUTED = replace(kInt4StaticAsym.with_group(1, 64), permuted=True)
 
 
 class ManySchemes(TorchExperts):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = Claims(
         devices=(any_device(),),
         keys=(

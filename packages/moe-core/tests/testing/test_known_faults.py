@@ -31,7 +31,7 @@ TESTS = [name for name in vars(KnownFaultTests) if name.startswith("test_")]
 
 
 class Sound(TorchExperts):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = Claims(
         devices=(any_device(),),
         keys=((kFp8Static128BlockSym, kFp8Dynamic128Sym),),
@@ -122,7 +122,7 @@ def outcomes(
     experts: type[FusedMoEExperts], tests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, list[bool]]:
     """Of each of the tests, whether each of its runs passes."""
-    found = Oracle(SchemeSpec("mine", protocol=3, backends=(Backend("mine", (experts,)),)))
+    found = Oracle(SchemeSpec("mine", interface_api=(1, 0), format_api=(1, 0), backends=(Backend("mine", (experts,)),)))
     monkeypatch.setattr(known_faults, "registry", lambda: SimpleNamespace(oracle=lambda name: found))
     passed: dict[str, list[bool]] = {}
     for name in tests:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from moe_core import ConfigError, MoEError
 from moe_core.errors import ProtocolVersionError
-from moe_core.interface.experts import PROTOCOL_VERSION, FusedMoEExperts, FusedMoEExpertsModular
+from moe_core.interface.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_core.plugins.backend import checked_experts
 from moe_core.selection.registry import registry
 from moe_core.testing import ConformanceTests
@@ -19,11 +19,11 @@ from moe_core_toys import ToyExperts
 
 
 class NoVersion(ToyExperts):
-    protocol_version = None
+    interface_api = None
 
 
 class OtherVersion(ToyExperts):
-    protocol_version = PROTOCOL_VERSION + 1
+    interface_api = (99, 0)
 
 
 def test_experts_are_named_by_module_and_class() -> None:
@@ -111,12 +111,12 @@ def test_what_the_registry_refuses_is_refused(experts: type[FusedMoEExperts]) ->
     Tests.experts = experts
     asked = type("Asked", (), {"fixturenames": ["conformance_case"], "cls": Tests})()
     asked.config = type("Config", (), {"getoption": staticmethod(lambda name, default=None: default)})()
-    with pytest.raises(MoEError, match="protocol"):
+    with pytest.raises(MoEError, match="interface_api"):
         Tests().pytest_generate_tests(asked)
 
 
 def test_a_scheme_s_own_classes_are_covered_by_the_scheme() -> None:
     assert "moe_fp8" in registry().scheme_packages()
     experts = registry().oracle("fp8").table()[-1].load()[0]
-    assert getattr(experts, "protocol_version", None) is None
+    assert getattr(experts, "interface_api", None) is None
     assert load_plugin(experts) is experts

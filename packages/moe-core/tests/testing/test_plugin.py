@@ -13,7 +13,7 @@ from moe_core import GATED, Claims, MoEActivation, any_device, cuda
 from moe_core.reference.torch_experts import TorchExperts
 
 class Mine(TorchExperts):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = Claims(
         devices=(any_device(),), keys=((None, None),), activations=frozenset({MoEActivation.SILU}),
         dtypes=frozenset({torch.float32}), expert_map=False, activation_limit=False, cuda_graph=False,
@@ -27,7 +27,7 @@ class Elsewhere(Mine):
     claims = replace(Mine.claims, devices=(cuda(min=90),))
 
 class Outdated(Mine):
-    protocol_version = 99
+    interface_api = (99, 0)
 
 class Raises(Mine):
     @classmethod
@@ -96,7 +96,7 @@ def test_a_failure_says_which_case_and_how_far(run: Run) -> None:
     ("spec", "message"),
     [
         ("mine:Elsewhere", "mine:Elsewhere does not run on this machine's cpu device: it claims sm90 or newer"),
-        ("mine:Outdated", "mine:Outdated was built for plug-in protocol 99; this moe-core speaks protocol"),
+        ("mine:Outdated", "mine:Outdated was built for interface_api 99.0; this moe-core offers"),
         ("mine:Raises", "no cases of mine:Raises: KeyError: 'boo' ("),
     ],
 )

@@ -26,7 +26,7 @@ from moe_core.testing.random_cases import RandomBudget
 
 
 class Some(TorchExperts):
-    protocol_version = 3
+    interface_api = (1, 0)
     claims = Claims(
         devices=(any_device(),),
         keys=((None, None), (kFp8Static128BlockSym, kFp8Dynamic128Sym)),

@@ -68,7 +68,9 @@ def _not_mxfp8(key: QuantKey | None) -> str | None:
 #: activations.
 SCHEME = SchemeSpec(
     name="fp8",
-    protocol=3,
+    interface_api=(1, 0),
+    format_api=(1, 0),
+    kernel_api=(1, 0),
     package="moe-fp8",
     backend_enum=Fp8MoeBackend,
     order=_order,

@@ -71,7 +71,9 @@ def of_type(dtype: QuantDtype, other: str) -> Callable[[QuantKey | None], str | 
 #: int8 weights, and int4 weights with int8 activations
 SCHEME = SchemeSpec(
     name="int8",
-    protocol=3,
+    interface_api=(1, 0),
+    format_api=(1, 0),
+    kernel_api=(1, 0),
     package="moe-int8",
     backend_enum=Int8MoeBackend,
     order=_order,

@@ -58,7 +58,9 @@ _DOC = """``activation_key``: ``kMxfp8Dynamic``, ``kFp8DynamicTokenSym``, ... as
 #: e2m1 weights with one e8m0 scale for 32 columns of a row
 SCHEME = SchemeSpec(
     name="mxfp4",
-    protocol=3,
+    interface_api=(1, 0),
+    format_api=(1, 0),
+    kernel_api=(1, 0),
     package="moe-mxfp4",
     backend_enum=Mxfp4MoeBackend,
     order=_order,

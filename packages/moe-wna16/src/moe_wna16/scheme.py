@@ -62,7 +62,9 @@ def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activat
 #: unsigned 4- and 8-bit codes in groups along K, with 16-bit activations, or int4 ones with e4m3 activations
 SCHEME = SchemeSpec(
     name="wna16",
-    protocol=3,
+    interface_api=(1, 0),
+    format_api=(1, 0),
+    kernel_api=(1, 0),
     package="moe-wna16",
     backend_enum=WNA16MoEBackend,
     reason_against=_reason_against,

@@ -6,7 +6,7 @@ that does the work, as ``moe_core.cli`` is.  ``Command.check`` refuses arguments
 torch is imported.  What the command does stands in ``Command.run`` ("my_package.report:run"),
 a function that takes the arguments and returns the exit code; :mod:`moe_core.api.commands` is what it uses.
 
-Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+Names change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API` only.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 :class:`moe_core.MoEError` that it raises becomes one paragraph on stderr and exit code 2.  Which arguments the command
 takes is said by :mod:`moe_core.api.command_line`.
 
-Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+Names change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API` only.
 """
 
 from __future__ import annotations

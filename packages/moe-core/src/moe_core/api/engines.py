@@ -2,7 +2,7 @@
 
 Such a package replaces a part of an engine that is only known to be there in some of its versions, for the schemes that
 the user leaves on: an :class:`Engine` says both, and :meth:`Engine.start` decides, in one line of the log.  Names
-change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API` only.
 """
 
 from __future__ import annotations

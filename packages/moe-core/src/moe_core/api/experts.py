@@ -2,7 +2,7 @@
 
 Nothing here imports Triton, so a module that defines experts may import this at its top.  What runs inside kernels is
 in :mod:`moe_core.api.kernels`, which experts import when they make a kernel.  Names change their meaning, or go, with a
-new :data:`moe_core.PROTOCOL_VERSION` only.
+new major :data:`moe_core.KERNEL_API` only.
 
 **Experts on the kernels of core**: a subclass of :class:`GroupedExperts` adds claims, the conversion of weights, an
 activation scheme and its weights as the kernels read them.  :class:`ScaledMMExperts` is the base for 8-bit weights and

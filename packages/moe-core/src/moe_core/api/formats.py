@@ -3,14 +3,14 @@
 A package that brings checkpoint formats imports from here and from :mod:`moe_core` (quant keys, errors, weights,
 quantisers, registration); experts and kernels have modules of their own (:mod:`moe_core.api.experts`,
 :mod:`moe_core.api.kernels`, :mod:`moe_core.api.sm90`, :mod:`moe_core.api.libraries`).  Whatever else core holds may
-change at any time.  Names of these modules change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION`
+change at any time.  Names of these modules change their meaning, or go, with a new major :data:`moe_core.FORMAT_API`
 only.  Nothing here imports Triton.
 
 **A format** looks at one layer (:class:`LayerExperts`: its tensors by expert, projection and suffix) and returns an
 :class:`ExpertLayout`, which has the keys and loads canonical weights, or the reason against::
 
     class MyFormat(CheckpointFormat):
-        protocol_version = 3
+        format_api = (1, 0)
         name = "experts of mine"
         quant_methods = ("mine",)
 

@@ -3,7 +3,7 @@
 A scheme adds an element type: `@triton.jit` functions that load, dequantise and scale the tiles of its weights, in the
 forms that the docstring of `moe_core.kernels.gemm.tiles.tile_kernel` gives.  Import functions and constants by name:
 then they are globals of the functions that use them, which is how Triton finds them.  Names change their meaning, or
-go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+go, with a new major :data:`moe_core.KERNEL_API` only.
 
 **Weights and activations of a layer**: a :class:`GemmWeight` is what one GEMM gets of a weight, with its device
 functions (:class:`TileFunctions`); an :class:`ActivationScheme` says how x and h become operands, a

@@ -2,7 +2,7 @@
 
 An adapter is a subclass of :class:`moe_core.FusedMoEExpertsModular` or :class:`moe_core.FusedMoEExpertsMonolithic` that
 calls a library.  Nothing here imports Triton or a library before it is called.  Names change their meaning, or go, with
-a new :data:`moe_core.PROTOCOL_VERSION` only.
+a new major :data:`moe_core.INTERFACE_API` only.
 
 **Around the call**, for libraries that compute a part of the layer: tokens in the order of their experts
 (:func:`sort_pairs`, :func:`align_pairs` with whole blocks of rows per expert, :func:`gather_rows`), quantised

@@ -4,7 +4,7 @@ Such a package loads a model's experts by :func:`load_layers`, and leaves all el
 to.  Before anything big is read it asks what each layer is (:func:`read_layer`, :func:`unquantized_reason`), what would
 run it (:class:`ChosenLayer`) and takes (:func:`moe_core.layer_memory`); what the checkpoint has quantised beside its
 experts it may take in 16 bits (:func:`quantized_linears`), and 16-bit experts in one layout, however they are stored
-(:func:`unquantized_tensor`).  Names change their meaning, or go, with a new :data:`moe_core.PROTOCOL_VERSION` only.
+(:func:`unquantized_tensor`).  Names change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API`.
 """
 
 from __future__ import annotations

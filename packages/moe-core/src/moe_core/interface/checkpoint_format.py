@@ -75,7 +75,7 @@ class CheckpointFormat(ABC):
 
     ``name`` for people ("fp8 block"); ``quant_methods`` that it may read: where some format names the checkpoint's
     method, only those that do say why they don't read it.  A format that another package adds to a scheme states the
-    ``protocol_version`` that it was written for; a scheme's own are covered by the scheme's.
+    ``format_api`` that it was written for; a scheme's own are covered by the scheme's.
     """
 
     name: ClassVar[str]

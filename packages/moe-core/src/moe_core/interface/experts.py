@@ -40,10 +40,6 @@ from moe_core.spec.quant_key import QuantKey, check_one_level
 from moe_core.spec.weights import KernelWeights, MoEWeights
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: Version of this interface.  Plug-ins state the version that they were written for.  It is raised where one of them
-#: would break; what has a default (an attribute, a keyword that is only given where it is claimed) leaves it as it is.
-PROTOCOL_VERSION = 3
-
 
 @dataclass(frozen=True, eq=False)
 class ExpertTokensMetadata:

@@ -12,7 +12,8 @@ from moe_core.errors import RegistryError
 from moe_core.interface.backend_order import Placement
 from moe_core.interface.claims import Claims
 from moe_core.interface.experts import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
-from moe_core.plugins.entry_points import check_protocol, imported
+from moe_core.interface.versions import check_api
+from moe_core.plugins.entry_points import imported
 from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, warn_of
 
 #: held while a result is put in its place, never while anything is imported: an import waits for other imports
@@ -109,7 +110,8 @@ def checked_experts(found: object) -> type[FusedMoEExperts]:
     if reason is not None:
         raise RegistryError(reason)
     experts: type[FusedMoEExperts] = found  # type: ignore[assignment]
-    check_protocol(getattr(experts, "protocol_version", None))
+    check_api("interface_api", getattr(experts, "interface_api", None))
+    check_api("kernel_api", getattr(experts, "kernel_api", None), required=False)
     return experts
 
 

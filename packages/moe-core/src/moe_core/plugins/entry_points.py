@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from typing import TypeVar
 
-from moe_core.errors import ProtocolVersionError, RegistryError
-from moe_core.interface.experts import PROTOCOL_VERSION
+from moe_core.errors import RegistryError
 from moe_core.plugins.faults import PluginFault, Raised, attempt
 
 T = TypeVar("T")
@@ -117,12 +116,3 @@ def _text(point: EntryPoint) -> str:
 
 def _is_of(point: EntryPoint, package: str | None) -> bool:
     return package is not None and owner(point).partition(" ")[0].lower().replace("_", "-") == package
-
-
-def check_protocol(protocol: object) -> None:
-    """Raise ProtocolVersionError unless a plug-in states the version that this core speaks."""
-    if protocol != PROTOCOL_VERSION:
-        found = "states no protocol_version" if protocol is None else f"was built for plug-in protocol {protocol}"
-        raise ProtocolVersionError(
-            f"{found}; this moe-core speaks protocol {PROTOCOL_VERSION}: install versions that match"
-        )

@@ -63,7 +63,10 @@ class WeightKind:
 class SchemeSpec:
     """What a scheme is; the entry point ``NAME = "module:SCHEME"`` in ``moe_core.schemes`` names one.
 
-    - ``name``; ``protocol``: the version of the plug-in interface that it was written for, written as a literal
+    - ``name``
+    - ``interface_api``, ``format_api``, ``kernel_api``: versions of the declared API that it was written for, as
+      literals (see :mod:`moe_core.interface.versions`); ``format_api`` where it has formats, ``kernel_api`` where its
+      backends use base classes or device functions of core
     - ``backends`` in default order; ``order``: another order for some requests; ``package``: the distribution that
       brings them ("moe-fp8"), for reports; ``backend_enum``: names of theirs that engines' code uses
     - ``reason_against``: why a request has no meaning, whatever backends there are
@@ -76,7 +79,9 @@ class SchemeSpec:
     """
 
     name: str
-    protocol: int
+    interface_api: tuple[int, int]
+    format_api: tuple[int, int] | None = None
+    kernel_api: tuple[int, int] | None = None
     backends: tuple[Backend, ...] = ()
     order: Order | None = None
     reason_against: Refusal | None = None

@@ -5,9 +5,9 @@ Groups:
 - ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.plugins.scheme.SchemeSpec`; its name has
   no dot
 - ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
-  by what follows it.  The class states ``protocol_version = 3``, the version it was written for.
-- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states its
-  ``protocol_version`` too
+  by what follows it.  The class states ``interface_api = (1, 0)``, the version it was written for.
+- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states
+  ``format_api = (1, 0)``
 
 Entry points are collected once per process and loaded on first use, in any number of threads.
 
@@ -35,8 +35,9 @@ from moe_core.errors import (
     did_you_mean,
     with_widths_of,
 )
+from moe_core.interface.versions import check_api
 from moe_core.plugins.backend import Backend, checked_experts
-from moe_core.plugins.entry_points import check_protocol, imported, installed, load, one_of, others_of, owner
+from moe_core.plugins.entry_points import imported, installed, load, one_of, others_of, owner
 from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, warn_of
 from moe_core.plugins.install import how_to_install
 from moe_core.plugins.scheme import SchemeSpec
@@ -384,7 +385,9 @@ def _add_backends(oracle: Oracle, added: Iterable[tuple[str, Backend | PluginFau
 def _checked_scheme(name: str, found: object) -> SchemeSpec:
     if not isinstance(found, SchemeSpec):
         raise RegistryError(f"is a {type(found).__name__}, expected a moe_core.SchemeSpec")
-    check_protocol(found.protocol)
+    check_api("interface_api", found.interface_api)
+    check_api("format_api", found.format_api, required=bool(found.formats))
+    check_api("kernel_api", found.kernel_api, required=False)
     if "." in name:
         raise RegistryError(f"is named {name!r}, expected a name without dots: others add <scheme>.<name> to it")
     if found.name != name:
@@ -412,14 +415,14 @@ def _own_format(kind: object) -> type[CheckpointFormat]:
 
 
 def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFormat]:
-    """``added``: by another package than the scheme's, whose protocol covers its own formats."""
+    """``added``: by another package; the scheme's version covers its own formats."""
     from moe_core.interface.checkpoint_format import CheckpointFormat
 
     if not derives(found, CheckpointFormat):
         raise RegistryError("is no CheckpointFormat class")
     kind = cast("type[CheckpointFormat]", found)
     if added:
-        check_protocol(getattr(kind, "protocol_version", None))
+        check_api("format_api", getattr(kind, "format_api", None))
     if inspect.isabstract(kind):
         raise RegistryError(f"does not define {', '.join(sorted(kind.__abstractmethods__))}")
     if not isinstance(getattr(kind, "name", None), str):

@@ -31,7 +31,7 @@ def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
 def load_plugin(spec: type[FusedMoEExperts] | str, *, doubles: bool = False) -> type[FusedMoEExperts]:
     """:func:`load_experts`, and refuse what the registry would refuse as a backend.
 
-    A class of a package that registers a scheme needs no ``protocol_version``: the scheme states one for all its own;
+    A class of a package that registers a scheme needs no ``interface_api``: the scheme states one for all its own;
     with ``doubles`` nor does a subclass of such a class.  Raises ConfigError, ProtocolVersionError.
     """
     found = load_experts(spec)

@@ -91,14 +91,11 @@ def layer_facts(
     ``placement``: where tokens are sent by one; ``prepare_finalize``: its name, where it was given; ``layer``: the
     layer's name in its checkpoint.
     """
-    from moe_core.interface.experts import PROTOCOL_VERSION
-
     config = experts.config
     parallel = config.parallel
     facts = {
         "the layer's name": layer,
         "the version of moe-core": str(distribution_version("moe-core")),
-        "the version of the plug-in protocol": str(PROTOCOL_VERSION),
         "tp_size": str(parallel.tp_size),
         "ep_size": str(parallel.ep_size),
         "dp_size": str(parallel.dp_size),
