@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--every N`` thins out parametrised tests, ``--layers N`` draws more random layers."""
+    """``--every N`` thins out parametrized tests; ``--layers N`` and ``--moe-fuzz N`` draw more random cases."""
     parser.addoption(
         "--every",
         type=int,
@@ -47,6 +47,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random layers in each class of experts that runs without a GPU",
     )
+    parser.addoption("--moe-fuzz", type=int, default=50, metavar="N", help="mutations of each sample in a fuzz test")
+    parser.addoption("--moe-fuzz-start", type=int, default=0, metavar="SEED", help="the first mutation's seed")
+
+
+@pytest.fixture(scope="session")
+def moe_fuzz(request: pytest.FixtureRequest) -> range:
+    """The seeds of the mutations that a fuzz test makes."""
+    start = request.config.getoption("--moe-fuzz-start")
+    return range(start, start + request.config.getoption("--moe-fuzz"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

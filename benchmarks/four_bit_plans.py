@@ -26,7 +26,7 @@ from moe_core.kernels.launch.launch import record
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.testing.compile_cases import call_on_meta
-from moe_core.testing.planned import with_plan
+from moe_kit.planned import with_plan
 
 #: scheme, name, experts, experts per token, hidden size, intermediate size, numbers of tokens
 LAYERS = [

@@ -12,7 +12,7 @@ from moe_core import FusedMoELayer, FusedMoEParallelConfig, kFp8Dynamic64Sym, lo
 from moe_core._support.open_file import OpenFile
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.testing.checkpoints import CONFIG, PREFIX, Experts, write
-from moe_core.testing.fuzz.columns import check_columns
+from moe_kit.fuzz.columns import check_columns
 from torch import Tensor
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from moe_core import CheckpointError, MoEError
 from moe_core.checkpoint import Checkpoint, find_layer, read_model
 from moe_core.selection.registry import Registry
-from moe_core.testing.fuzz import Folder, fuzz
-from moe_core.testing.fuzz.mutations import mutated_header, mutated_json
-from moe_core.testing.fuzz.reading import read_folder
 from moe_core_checkpoints import CONFIG, entry_points, layer_tensors, write
+from moe_kit.fuzz import Folder, fuzz
+from moe_kit.fuzz.mutations import mutated_header, mutated_json
+from moe_kit.fuzz.reading import read_folder
 from torch import Tensor
 
 TENSORS = layer_tensors()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from moe_core.selection.registry import KNOWN_SCHEMES, registry
-from moe_core.testing.commands import Moe
 from moe_core_checkpoints import entry_points, layer_tensors, write
+from moe_kit.commands import Moe
 
 
 @pytest.fixture

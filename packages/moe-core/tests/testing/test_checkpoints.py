@@ -11,8 +11,8 @@ import torch
 from moe_core import FusedMoEConfig, MoEWeights, kFp8StaticChannelSym, kFp8StaticTensorSym
 from moe_core.selection.registry import registry
 from moe_core.testing.checkpoints import PER_CHANNEL, E, Experts, K, N, check, reason_against, refused, source
-from moe_core.testing.fuzz import Folder, fuzz
 from moe_core_checkpoints import CONFIG, PlainFormat, entry_points, layer_tensors
+from moe_kit.fuzz import Folder, fuzz
 from torch import Tensor
 
 EXPERTS = Experts(PER_CHANNEL)

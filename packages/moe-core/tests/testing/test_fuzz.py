@@ -13,9 +13,9 @@ import pytest
 import torch
 from moe_core import CheckpointError
 from moe_core.testing.checkpoints import raw_file
-from moe_core.testing.fuzz import Fuzzer, Report, Sample, fuzzer, mutated
-from moe_core.testing.fuzz.meaning import allowed_differences, changed_entries, unexplained
-from moe_core.testing.fuzz.reading import MISSING, Layer, stored_tensors
+from moe_kit.fuzz import Fuzzer, Report, Sample, fuzzer, mutated
+from moe_kit.fuzz.meaning import allowed_differences, changed_entries, unexplained
+from moe_kit.fuzz.reading import MISSING, Layer, stored_tensors
 
 EXPERT = "model.layers.0.mlp.experts.{}.{}.weight"
 NAMES = [EXPERT.format(e, p) for e in range(2) for p in ("up_proj", "down_proj")]

@@ -26,7 +26,8 @@ from moe_core.spec.numerics import e8m0_to_float32
 from moe_core.spec.routing import RoutingConfig, RoutingMethodType
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.trtllm_double import (
+from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm
+from moe_kit.trtllm_double import (
     activation_parameters,
     check_ids,
     check_ranks,
@@ -37,7 +38,6 @@ from moe_core.testing.trtllm_double import (
     unshuffled,
     untiled,
 )
-from moe_fp8.experts import flashinfer_cutlass, flashinfer_trtllm
 
 E4M3 = torch.float8_e4m3fn
 CUTLASS_NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_core.testing.checkpoints import CONFIG, MX, PER_CHANNEL, PER_TENSOR, Experts, Group, exponents
-from moe_core.testing.fuzz import Folder, FuzzTests
+from moe_kit.fuzz import Folder, FuzzTests
 from torch import Tensor
 
 FLOAT8 = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}

@@ -11,8 +11,8 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Static,
 )
-from moe_core.testing.few_tokens import FewTokens
 from moe_fp8.experts.marlin import MarlinFp8Experts
+from moe_kit.few_tokens import FewTokens
 
 KEYS = [kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym, kMxfp8Static]
 

@@ -7,9 +7,9 @@ import torch
 from moe_core import QuantKey, kFp8StaticChannelSym, kMxfp8Static
 from moe_core.kernels.gemm.plan import TileConfig
 from moe_core.spec.quant_key import kFp8Static128BlockSym
-from moe_core.testing.marlin import dequantized_by_gemm
 from moe_fp8.kernels.marlin_e4m3 import e4m3_functions
 from moe_fp8.marlin_layout import convert_e4m3
+from moe_kit.marlin import dequantized_by_gemm
 
 COLUMNS, ROWS = 256, 128
 FEW, MANY = TileConfig(16, 128, 4, 2, swap_ab=True), TileConfig(64, 128, 4, 2, swap_ab=True)

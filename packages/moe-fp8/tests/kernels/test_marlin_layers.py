@@ -11,9 +11,9 @@ from moe_core.spec.quant_key import kFp8Static128BlockSym, kFp8StaticChannelSym,
 from moe_core.testing.cases import Case
 from moe_core.testing.checks import check_values
 from moe_core.testing.harness import Place
-from moe_core.testing.planned import with_plan
 from moe_fp8.experts.marlin import MarlinFp8Experts
 from moe_fp8.experts.triton_mxfp8 import TritonMxfp8Experts
+from moe_kit.planned import with_plan
 
 PLANS = {
     "split": (TileConfig(16, 128, 4, 2, 1, True, True, 2), TileConfig(16, 128, 4, 2, 1, True, True, 4)),

@@ -21,10 +21,10 @@ from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.kernels.launch.launch import observe
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.few_tokens import FewTokens
-from moe_core.testing.planned import with_gemv
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
+from moe_kit.few_tokens import FewTokens
+from moe_kit.planned import with_gemv
 
 CONFIG = FusedMoEConfig(num_experts=32, top_k=4, hidden_size=640, intermediate_size=384, has_bias=True)
 BLOCK = TritonFp8BlockExperts, kFp8Static128BlockSym, kFp8Dynamic128Sym

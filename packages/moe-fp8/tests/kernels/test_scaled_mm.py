@@ -22,8 +22,8 @@ from moe_core.spec.quant_key import (
     kFp8StaticTensorSym,
 )
 from moe_core.testing.data import make_weights
-from moe_core.testing.planned import layer_error
 from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
+from moe_kit.planned import layer_error
 
 KINDS = {"token": kFp8DynamicTokenSym, "tensor": kFp8DynamicTensorSym, "static": kFp8StaticTensorSym}
 BATCHED = FusedMoEActivationFormat.BATCHED

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from moe_core.testing.checkpoints import CONFIG, PER_CHANNEL, Experts, int4_codes, int8_codes
-from moe_core.testing.fuzz import Folder, FuzzTests
+from moe_kit.fuzz import Folder, FuzzTests
 from torch import Tensor
 
 INT8 = {"type": "int", "num_bits": 8, "symmetric": True, "dynamic": False}

@@ -18,10 +18,10 @@ from moe_core.spec.quant_key import (
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
 )
-from moe_core.testing.planned import layer_error
 from moe_int8.experts.triton_w4a8 import TritonW4A8Int8Experts
 from moe_int8.kernels import int4
 from moe_int8.layout import pack_int4
+from moe_kit.planned import layer_error
 
 TOLERANCE = 2 * 2**-7 + 2**-8
 KEYS = {-1: kInt4W4A8StaticChannelSym} | {g: kInt4W4A8StaticGroup128Sym.with_group(1, g) for g in (32, 64, 128)}

@@ -14,8 +14,8 @@ from moe_core import (
     kInt8StaticTensorSym,
 )
 from moe_core.kernels.launch.launch import observe
-from moe_core.testing.few_tokens import FewTokens
 from moe_int8.experts.triton import TritonInt8Experts
+from moe_kit.few_tokens import FewTokens
 
 CONFIG = FusedMoEConfig(num_experts=32, top_k=4, hidden_size=640, intermediate_size=384, has_bias=True)
 KEYS = {"token": kInt8DynamicTokenSym, "static": kInt8StaticTensorSym}

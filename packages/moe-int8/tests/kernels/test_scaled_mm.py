@@ -41,10 +41,10 @@ from moe_core.spec.quant_key import (
 )
 from moe_core.spec.workspace import workspace_nbytes
 from moe_core.testing.data import make_weights
-from moe_core.testing.planned import layer_error, with_plan
 from moe_int8.experts.triton import TritonInt8Experts
 from moe_int8.kernels import scaled_mm
 from moe_int8.layout import row_sums, scale_and_zero
+from moe_kit.planned import layer_error, with_plan
 
 KEYS = {
     "token": kInt8DynamicTokenSym,

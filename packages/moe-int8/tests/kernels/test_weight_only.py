@@ -12,8 +12,8 @@ from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.spec.activation import MoEActivation
 from moe_core.spec.config import FusedMoEActivationFormat
 from moe_core.spec.quant_key import kInt8StaticChannelSym
-from moe_core.testing.planned import layer_error
 from moe_int8.experts.triton_weight_only import TritonInt8WeightOnlyExperts
+from moe_kit.planned import layer_error
 
 BATCHED = FusedMoEActivationFormat.BATCHED
 TOLERANCE = {torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-11, torch.float32: 2**-20}

@@ -29,7 +29,7 @@ from moe_core.spec.device import DeviceInfo
 from moe_core.spec.numerics import E2M1_VALUES, e8m0_to_float32
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.trtllm_double import untiled
+from moe_kit.trtllm_double import untiled
 from moe_mxfp4 import Mxfp4MoeBackend, mxfp4_round_up_hidden_size_and_intermediate_size
 from moe_mxfp4.experts.flashinfer_cutlass import FlashInferCutlassMxfp4Bf16Experts, FlashInferCutlassMxfp4Mxfp8Experts
 from moe_mxfp4.libraries import FLASHINFER

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from moe_core.testing.checkpoints import CONFIG
-from moe_core.testing.fuzz import Folder, FuzzTests
+from moe_kit.fuzz import Folder, FuzzTests
 from moe_mxfp4_pairs import GPT_OSS, SIZES, Experts, packed, plain
 from torch import Tensor
 

@@ -20,7 +20,7 @@ from moe_core.spec.quant_key import (
     kMxfp4Static,
     kMxfp8Dynamic,
 )
-from moe_core.testing.planned import layer_error
+from moe_kit.planned import layer_error
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 from moe_mxfp4.kernels import e2m1
 from moe_mxfp4.scales import LARGEST, group_scales, step_scales

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEActivation, kMxfp4Static
-from moe_core.testing.few_tokens import FewTokens
+from moe_kit.few_tokens import FewTokens
 from moe_mxfp4.experts.marlin import MarlinMxfp4Experts
 
 CONFIG = FusedMoEConfig(num_experts=32, top_k=4, hidden_size=224, intermediate_size=160, has_bias=True)

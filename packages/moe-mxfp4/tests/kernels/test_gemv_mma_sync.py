@@ -9,8 +9,8 @@ import torch
 from moe_core import FusedMoEConfig, MoEActivation, kMxfp4Static
 from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.kernels.launch.launch import observe
-from moe_core.testing.few_tokens import FewTokens
-from moe_core.testing.planned import with_gemv
+from moe_kit.few_tokens import FewTokens
+from moe_kit.planned import with_gemv
 from moe_mxfp4.experts.marlin import MarlinMxfp4Experts
 
 CONFIG = FusedMoEConfig(num_experts=32, top_k=4, hidden_size=468, intermediate_size=348, has_bias=True)

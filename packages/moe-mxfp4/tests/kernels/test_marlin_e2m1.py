@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core.kernels.gemm.plan import TileConfig
 from moe_core.spec.numerics import E2M1_VALUES
-from moe_core.testing.marlin import dequantized_by_gemm, multiplied_by_gemv
+from moe_kit.marlin import dequantized_by_gemm, multiplied_by_gemv
 from moe_mxfp4.kernels.marlin_e2m1 import e2m1_functions, e2m1_gemv
 from moe_mxfp4.marlin_layout import convert_e2m1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from moe_core.testing.commands import Moe
+from moe_kit.commands import Moe
 from moe_transformers_models import VOCABULARY, qwen3, save_fp8
 
 

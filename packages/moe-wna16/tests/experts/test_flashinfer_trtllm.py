@@ -28,7 +28,7 @@ from moe_core import (
 from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_core.testing.data import make_weights
-from moe_core.testing.trtllm_double import (
+from moe_kit.trtllm_double import (
     BLACKWELL,
     activation_parameters,
     check_ids,

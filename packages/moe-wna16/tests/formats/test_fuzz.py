@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from moe_core.testing.checkpoints import CONFIG
-from moe_core.testing.fuzz import Folder, FuzzTests
+from moe_kit.fuzz import Folder, FuzzTests
 from moe_wna16_words import (
     SIZES,
     Codes,

@@ -17,7 +17,7 @@ from moe_core.kernels.gemm.fragments.fragment_order import as_words
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.spec.config import FusedMoEActivationFormat
 from moe_core.spec.quant_key import kInt4Static, kInt4StaticAsym, kInt8StaticAsym
-from moe_core.testing.planned import layer_error
+from moe_kit.planned import layer_error
 from moe_wna16.experts.triton import TritonWNA16Experts
 from moe_wna16.kernels import codes
 from moe_wna16.layout import arranged_groups, by_group, zero_points

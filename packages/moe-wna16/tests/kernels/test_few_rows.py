@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_core import QuantKey, kInt4Static, kInt4StaticAsym
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
-from moe_core.testing.planned import layer_error
+from moe_kit.planned import layer_error
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 
 FEW, POINTERS = TileConfig(8, 128, 4, 3, 1, True, True), TileConfig(8, 128, 2, 2, 1, True)

@@ -9,7 +9,7 @@ import torch
 from moe_core import FusedMoEConfig, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
 from moe_core.kernels.launch.launch import observe
-from moe_core.testing.few_tokens import FewTokens
+from moe_kit.few_tokens import FewTokens
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 
 KEYS = [

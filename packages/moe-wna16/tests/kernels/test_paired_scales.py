@@ -14,7 +14,7 @@ from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.planned import with_gemv, with_plan
+from moe_kit.planned import with_gemv, with_plan
 from moe_wna16.experts.marlin import MarlinWNA16Experts
 from torch import Tensor
 

@@ -6,7 +6,6 @@
 - :mod:`moe_core.testing.data`: random weights, inputs and routing for any layer and keys
 - :mod:`moe_core.testing.checkpoints`: small checkpoints with exact values, for tests of formats
 - :mod:`moe_core.testing.scheme`: what every scheme must do, as tests of its package
-- :mod:`moe_core.testing.fuzz`: checkpoint folders with something changed: refused, or right
 - :mod:`moe_core.testing.compile`: compiles Triton kernels for GPUs that are not here
 - :mod:`moe_core.testing.interpreter`: Triton's interpreter, made faster
 - :mod:`moe_core.testing.plugin`: the pytest plugin

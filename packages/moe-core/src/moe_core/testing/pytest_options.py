@@ -1,7 +1,7 @@
-"""The pytest options of the kits: ``pytest --moe-experts my_package:MyExperts``, ``pytest --moe-fuzz 100000``.
+"""The pytest options of the conformance kit: ``pytest --moe-experts my_package:MyExperts``.
 
-pytest loads this with every run in an environment that holds moe-core.  It is apart from ``moe_core`` because importing
-that imports torch, which takes seconds: the kit itself is loaded when an option asks for it.
+pytest loads this module with every run in an environment that has moe-core installed. It imports no torch: the kit
+itself is loaded when an option asks for it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="small: every claimed value; full: every pair of values; random:COUNT[:SEED]: so many random layers",
     )
-    group.addoption(
-        "--moe-fuzz",
-        type=int,
-        default=50,
-        metavar="N",
-        help="mutations of each sample that a test with the fixture moe_fuzz makes",
-    )
-    group.addoption("--moe-fuzz-start", type=int, default=0, metavar="SEED", help="the first one's seed")
-
-
-@pytest.fixture(scope="session")
-def moe_fuzz(request: pytest.FixtureRequest) -> range:
-    """The seeds to give to :class:`moe_core.testing.fuzz.Fuzzer`."""
-    start = request.config.getoption("--moe-fuzz-start")
-    return range(start, start + request.config.getoption("--moe-fuzz"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

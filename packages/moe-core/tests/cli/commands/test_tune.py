@@ -20,7 +20,7 @@ from moe_core.kernels.gemm.plan import TilePlan
 from moe_core.kernels.tuning import TuningProfile
 from moe_core.kernels.tuning.limits import Plan
 from moe_core.kernels.tuning.places import user_path
-from moe_core.testing.commands import Moe
+from moe_kit.commands import Moe
 
 GPU = DeviceInfo("cuda", "sm90", "NVIDIA H200", 132, 227 << 10, 50 << 20, 141 << 30)
 pytest.importorskip("moe_wna16", reason="a layer of a scheme package is tuned")

@@ -13,7 +13,7 @@ from moe_core.kernels.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
 from moe_core.kernels.gemm.marlin.integers import int4_bytes, int8_bytes
 from moe_core.kernels.gemm.marlin.weight import MarlinMatrix
 from moe_core.kernels.gemm.tiles.launch import Activation
-from moe_core.testing.marlin import multiplied_by_gemv
+from moe_kit.marlin import multiplied_by_gemv
 
 
 def test_activations_are_read_two_at_a_time() -> None:

@@ -28,11 +28,9 @@ from moe_core.testing.checkpoints.experts import (
 )
 from moe_core.testing.checkpoints.folders import raw_file, write, write_index
 from moe_core.testing.checkpoints.reading import check, reason_against, refused, source
-from moe_core.testing.checkpoints.tool_outputs import Cases, relative, routed, run, run_refuses
 
 __all__ = [
     "CONFIG",
-    "Cases",
     "E",
     "Experts",
     "Group",
@@ -52,10 +50,6 @@ __all__ = [
     "raw_file",
     "reason_against",
     "refused",
-    "relative",
-    "routed",
-    "run",
-    "run_refuses",
     "source",
     "truncated",
     "unchanged",

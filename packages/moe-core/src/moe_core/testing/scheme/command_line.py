@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from moe_kit.tool_outputs import run_refuses
 from torch import Tensor
 
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
@@ -21,7 +22,6 @@ from moe_core.reference.tolerance import expected_output
 from moe_core.selection.registry import registry
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import key_name
-from moe_core.testing.checkpoints import run_refuses
 from moe_core.testing.ensure import ensure
 
 INDEX = "model.safetensors.index.json"

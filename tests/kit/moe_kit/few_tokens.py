@@ -8,8 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-
 from moe_core.kernels.experts.grouped import GroupedExperts
 from moe_core.kernels.gemm.gemv.plan import GemvLayer
 from moe_core.reference.tolerance import expected_output
@@ -18,6 +16,7 @@ from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.testing.fuzz.mutations import Files
-from moe_core.testing.fuzz.reading import MISSING, StoredTensor, statements, stored_tensors
+from moe_kit.fuzz.mutations import Files
+from moe_kit.fuzz.reading import MISSING, StoredTensor, statements, stored_tensors
 
 Allowed = set[str]
 

@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.spec.activation import ActivationParams, MoEActivation, apply_moe_activation
@@ -22,6 +20,7 @@ from moe_core.spec.environment import TRITON
 from moe_core.spec.routing import RoutingConfig, RoutingMethodType, route
 from moe_core.spec.weights import MoEWeights
 from moe_core.testing.ensure import ensure
+from torch import Tensor
 
 BLACKWELL = DeviceInfo.parse("sm100")
 _PARAMETERS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from moe_core.testing.checkpoints.folders import write
 from torch import Tensor
 
-from moe_core.testing.checkpoints.folders import write
-from moe_core.testing.fuzz.columns import check_columns
-from moe_core.testing.fuzz.fuzzer import Fuzzer, Sample
-from moe_core.testing.fuzz.reading import Layer, read_folder
+from moe_kit.fuzz.columns import check_columns
+from moe_kit.fuzz.fuzzer import Fuzzer, Sample
+from moe_kit.fuzz.reading import Layer, read_folder
 
 #: a file system in memory, where there is one
 MEMORY = Path("/dev/shm")
@@ -73,7 +73,7 @@ def fuzz(name: str, folder: Folder, seeds: Iterable[int], *, read: Callable[[Pat
         report = Fuzzer(Sample.of(name, sample), top / "mutated", read).run(seeds)
     finally:
         shutil.rmtree(top)
-    print(f"{name}: {report}")  # noqa: T201 - shown with -s: hours of seeds want to be seen
+    print(f"{name}: {report}")
     if report.failures:
         raise AssertionError("\n".join(map(str, report.failures)))
 

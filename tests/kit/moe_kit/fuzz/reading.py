@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.reference.quantization import dequantize_weight
 from moe_core.selection.registry import Registry
 from moe_core.spec.weights import MoEWeights
+from torch import Tensor
 
 HEADER = 8
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from moe_core.testing.checkpoints.changes import FILE, Change
 from moe_core.testing.checkpoints.experts import Tensors
-from moe_core.testing.commands import Moe
 from moe_core.testing.ensure import ensure
+from torch import Tensor
+
+from moe_kit.commands import Moe
 
 if TYPE_CHECKING:
     import pytest
@@ -31,9 +31,8 @@ def routed(tensors: Tensors, given: str = "topk") -> Tensors:
 
 def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
     """The output of ``moe run`` on ``inputs``."""
-    from safetensors.torch import load_file, save_file
-
     from moe_core.cli.main import main
+    from safetensors.torch import load_file, save_file
 
     save_file(inputs, scratch / "in.safetensors")
     files = ["--input", str(scratch / "in.safetensors"), "--output", str(scratch / "out.safetensors")]

@@ -8,8 +8,8 @@
     report = Fuzzer(Sample.of("my format", folder), tmp_path / "fuzz").run(range(1000))
 """
 
-from moe_core.testing.fuzz.fuzzer import Failure, Fuzzer, Report, Sample
-from moe_core.testing.fuzz.mutations import mutated
-from moe_core.testing.fuzz.suite import Folder, FuzzTests, fuzz
+from moe_kit.fuzz.fuzzer import Failure, Fuzzer, Report, Sample
+from moe_kit.fuzz.mutations import mutated
+from moe_kit.fuzz.suite import Folder, FuzzTests, fuzz
 
 __all__ = ["Failure", "Folder", "FuzzTests", "Fuzzer", "Report", "Sample", "fuzz", "mutated"]

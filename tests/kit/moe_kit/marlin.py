@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from moe_core.kernels.gemm.fragments.convert import Converted
 from moe_core.kernels.gemm.gemv.plan import Product
 from moe_core.kernels.gemm.heuristics.gemv import GemvConfig
@@ -15,6 +13,7 @@ from moe_core.kernels.gemm.tiles.launch import Activation, Gemm, OperandA, Resul
 from moe_core.kernels.gemm.workspaces import order_workspaces
 from moe_core.kernels.ops.sort import sort_pairs
 from moe_core.spec.workspace import Workspace
+from torch import Tensor
 
 
 def dequantized_by_gemm(

@@ -2,7 +2,7 @@
 
 A mutation is right if it is refused by a :class:`moe_core.errors.MoEError`, within a bounded time and without much
 memory, or if the layer that loads is the one before, or differs only in what the change means
-(:mod:`moe_core.testing.fuzz.meaning`).
+(:mod:`moe_kit.fuzz.meaning`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_core.errors import MoEError
-from moe_core.testing.fuzz.meaning import allowed_differences, changed_names, unexplained
-from moe_core.testing.fuzz.mutations import Files, mutated
-from moe_core.testing.fuzz.reading import Layer, read_folder
+
+from moe_kit.fuzz.meaning import allowed_differences, changed_names, unexplained
+from moe_kit.fuzz.mutations import Files, mutated
+from moe_kit.fuzz.reading import Layer, read_folder
 
 #: seconds that one folder may take; patterns of a config may take five of them
 SECONDS = 30

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import functional as F
-
 from moe_core.kernels.experts.grouped import GroupedExperts
 from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
 from moe_core.kernels.gemm.plan import TilePlan
@@ -19,6 +17,7 @@ from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.data import make_inputs, make_weights
 from moe_core.testing.ensure import ensure
+from torch.nn import functional as F
 
 E = TypeVar("E", bound=GroupedExperts)
 

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import torch
-
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.parallel.shard_plan import cut_columns
 
