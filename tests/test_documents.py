@@ -219,10 +219,17 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted(results_document.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", results_document.timed_runs(), ids=lambda path: path.stem)
 def test_committed_runs_name_benchmarks_that_are_there(path: Path) -> None:
     benchmark = results_document.load(path)["run"].get("benchmark")
     assert benchmark is None or (ROOT / benchmark).is_file()
+
+
+def test_runs_on_hardware_state_what_ran_where() -> None:
+    runs = json.loads(results_document.HARDWARE.read_text(encoding="utf-8"))["runs"]
+    known = {"date", "area", "card", "commit", "what", "passed", "failed", "skipped", "notes"}
+    assert runs
+    assert all({"date", "area", "card", "commit", "what"} <= run.keys() <= known for run in runs)
 
 
 @pytest.mark.parametrize(

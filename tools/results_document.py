@@ -1,4 +1,4 @@
-"""docs/performance.md: every run under docs/results as a table, beside what is computed from it.
+"""Text of docs/performance.md: a table per run in docs/results, with ratios computed from it.
 
 One file holds one run::
 
@@ -12,9 +12,9 @@ One file holds one run::
      "notes": ["..."]
     }
 
-``implementations`` stand in the order of a cell's numbers, and the first is compared with the others; "floor" is not a
-time that was measured but the least that the bytes and operations take.  A run that compares no implementations has
-``"header"`` and ``"rows"`` instead of ``implementations`` and ``results``.  ``tools/add_results.py`` writes the files.
+``implementations`` gives the order of a cell's numbers; the first is compared with the others.  "floor" is not a
+measured time but a lower bound from bytes and operations.  A run without a comparison has ``"header"`` and ``"rows"``
+instead of ``implementations`` and ``results``.  ``tools/add_results.py`` writes the files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 FLOOR = "floor"
+#: runs of the test suites on GPUs: no times, summarized in docs/hardware.md
+HARDWARE = RESULTS / "hardware.json"
 #: the order of the document, by the first word of a file's name
 ORDER = ("peers", "fp8", "int8", "wna16", "mxfp4", "engine", "several", "host", "load", "cpu", "before", "steps")
 Run = dict[str, Any]
 
 
 def load(path: Path) -> Run:
-    """One run.  Raises ValueError, with the file's name, where something is missing or unknown."""
+    """Load one run; raise ValueError with the file's name if a field is missing or unknown."""
     run: Run = json.loads(path.read_text(encoding="utf-8"))
     wanted = {"title", "run"} | ({"header", "rows"} if "rows" in run else {"unit", "implementations", "results"})
     if problem := wanted - run.keys() or run.keys() - wanted - {"notes"}:
@@ -50,7 +52,7 @@ def load(path: Path) -> Run:
 
 
 def ratios(run: Run, peer: str) -> dict[int, list[float]]:
-    """By tokens: the times of ``peer`` over those of the first implementation, of all columns that have both."""
+    """Times of ``peer`` over those of the first implementation, by tokens, of all columns that have both."""
     first = next(iter(run["implementations"]))
     points = {(r["column"], r["peer"]): r["points"] for r in run["results"]}
     found: dict[int, list[float]] = {}
@@ -74,20 +76,20 @@ def overall(run: Run, peer: str) -> tuple[float, float]:
 
 
 def number(value: float | None) -> str:
-    """Four digits of a time; a dash for none."""
+    """Format a time with four digits; a dash if there is none."""
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with numbers to the right."""
+    """Markdown table with right-aligned numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def times(run: Run) -> str:
-    """Tokens x columns; a cell has one number of each implementation."""
+    """Table of tokens x columns; a cell has one number per implementation."""
     shown = {name: label for name, label in run["implementations"].items() if name != FLOOR}
     points = {(r["column"], r["peer"]): r["points"] for r in run["results"]}
     columns = list(dict.fromkeys(column for column, _ in points))
@@ -96,11 +98,11 @@ def times(run: Run) -> str:
         [str(m), *(" / ".join(number(points.get((c, name), {}).get(str(m))) for name in shown) for c in columns)]
         for m in tokens
     ]
-    return f"{run['unit']}; a cell is {' / '.join(shown.values())}.\n\n" + table(["M", *columns], rows)
+    return f"In {run['unit']}: {' / '.join(shown.values())}.\n\n" + table(["M", *columns], rows)
 
 
 def comparison(run: Run) -> str:
-    """The first implementation beside each of the others: over all cells, and by tokens."""
+    """Table that compares the first implementation with each other one, over all cells and by tokens."""
     first, *others = run["implementations"]
     if not others:
         return ""
@@ -111,12 +113,12 @@ def comparison(run: Run) -> str:
         cells = [f"{mean(found[m]):.2f}" if m in found else "–" for m in tokens]
         all_cells, lowest = overall(run, peer)
         rows.append([run["implementations"][peer], f"**{all_cells:.2f}**", f"{lowest:.2f}", *cells])
-    label = f"time over that of {run['implementations'][first]}"
+    label = f"time relative to {run['implementations'][first]}"
     return "\n" + table([label, "mean", "lowest", *(f"M {m}" for m in tokens)], rows)
 
 
 def section(run: Run) -> str:
-    """One run with everything that it says of itself."""
+    """Section of one run."""
     about = run["run"]
     text = f"\n## {run['title']}\n\n{about['date']}, commit {about['commit']}; {about['hardware']}; {about['software']}"
     text += f"; `{about['benchmark']}`.\n\n" if "benchmark" in about else ".\n\n"
@@ -128,12 +130,12 @@ def section(run: Run) -> str:
 
 
 def anchor(title: str) -> str:
-    """The fragment that Markdown renderers give a heading."""
+    """Fragment that Markdown renderers give a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
 def summary(runs: list[Run]) -> str:
-    """One line for every pair of implementations."""
+    """Table with one row per pair of implementations."""
     rows = []
     for run in runs:
         first, *others = run.get("implementations") or [""]
@@ -142,12 +144,17 @@ def summary(runs: list[Run]) -> str:
                 means = [f"{value:.2f}" for value in overall(run, peer)]
                 names = [run["implementations"][name] for name in (first, peer)]
                 rows.append([f"[{run['title']}](#{anchor(run['title'])})", *names, *means])
-    return table(["run", "ours", "beside", "mean", "lowest"], rows)
+    return table(["run", "ours", "compared with", "mean", "lowest"], rows)
+
+
+def timed_runs() -> list[Path]:
+    """Files of runs with times, in the document's order."""
+    paths = [path for path in RESULTS.glob("*.json") if path != HARDWARE]
+    return sorted(paths, key=lambda path: (ORDER.index(path.stem.split("-")[0]), path.stem))
 
 
 def text() -> str:
     """The whole document."""
-    paths = sorted(RESULTS.glob("*.json"), key=lambda path: (ORDER.index(path.stem.split("-")[0]), path.stem))
-    runs = [load(path) for path in paths]
+    runs = [load(path) for path in timed_runs()]
     introduction = (RESULTS / "introduction.md").read_text(encoding="utf-8")
     return introduction.replace("SUMMARY\n", summary(runs)) + "".join(map(section, runs))

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-#: kernels of the hand-over that racecheck reports though a barrier of all warps stands between: docs/hardware.md
+#: kernels for which racecheck reports false positives (docs/design/racecheck.md)
 KNOWN = ("hopper_kernel", "words_kernel")
 PLANTED = {"memcheck-planted", "memcheck-bounds", "racecheck-race", "synccheck-sync"}
 
@@ -58,7 +58,7 @@ def main():
             if state != "ended":
                 wrong.append(f"{name}: {state.lower()}, {len(said)} reports until then")
             if said or total:
-                note = ", in the warp-specialised kernels alone: see docs/hardware.md" if hand_over else ""
+                note = ", in the warp-specialized kernels only: see docs/design/racecheck.md" if hand_over else ""
                 wrong.append(f"{name}: {total} errors, {len(said)} reports{note}")
         for kind, count in kinds.most_common(3 if name not in PLANTED else 0):
             firsts.append(f"{name} {count} x {kind[:170]}")

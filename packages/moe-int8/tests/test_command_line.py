@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.testing.scheme import CommandLineTests
+from moe_kit.scheme_commands import CommandLineTests
 
 
 class TestCommandLine(CommandLineTests):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from moe_core.cli.main import main
-from moe_core.testing.scheme import CommandLineTests
-from moe_core.testing.scheme.command_line import Original
+from moe_kit.scheme_commands import CommandLineTests, Original
 
 
 class TestCommandLine(CommandLineTests):

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from moe_core.testing.scheme import CommandLineTests
-from moe_core.testing.scheme.command_line import Original, rewrite
+from moe_kit.scheme_commands import CommandLineTests, Original, rewrite
 from moe_wna16.quickstart import CONFIG, GROUP
 from torch import Tensor
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from moe_core import Checkpoint, CheckpointError, ConfigError
 from moe_core.api.commands import duration, emit, progress, seconds_since
-from moe_transformers.command_line import check_windows as _check
 from torch import Tensor
 from transformers import AutoConfig
 
+from moe_transformers.command_line import check_windows as _check
 from moe_transformers.commands.model import Loaded, load, of_transformers, rate, summary
 from moe_transformers.commands.tokens import tokenizer_of, tokens_of
 

@@ -1,8 +1,5 @@
 """What every scheme must do, as tests of its package: the scheme's name is all that most of them need.
 
-    class TestCommandLine(CommandLineTests):
-        scheme = "mine"
-
     class TestOnline(OnlineTests):  # where the scheme quantises 16-bit experts at load
         scheme = "mine"
 
@@ -14,8 +11,7 @@ The rest comes from the registry: experts and their claims from the oracle, a ch
 what is quantised at load from ``Scheme.online``.  Needs pytest (``pip install 'moe-core[testing]'``).
 """
 
-from moe_core.testing.scheme.command_line import CommandLineTests
 from moe_core.testing.scheme.known_faults import KnownFaultTests
 from moe_core.testing.scheme.online import OnlineTests
 
-__all__ = ["CommandLineTests", "KnownFaultTests", "OnlineTests"]
+__all__ = ["KnownFaultTests", "OnlineTests"]

@@ -12,9 +12,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from moe_kit.tool_outputs import run_refuses
-from torch import Tensor
-
 from moe_core.checkpoint import Checkpoint, LayerSource, read_layer
 from moe_core.cli import _machine
 from moe_core.cli.main import main
@@ -23,6 +20,9 @@ from moe_core.selection.registry import registry
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import key_name
 from moe_core.testing.ensure import ensure
+from torch import Tensor
+
+from moe_kit.tool_outputs import run_refuses
 
 INDEX = "model.safetensors.index.json"
 TOKENS = 7
