@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from moe_core import registry
-from moe_core.testing.commands import Moe
+from moe_kit.commands import Moe
 
 QWEN3 = {
     "model_type": "qwen3_moe",

@@ -24,6 +24,7 @@ WRITE = """========= COMPUTE-SANITIZER
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(FOLDER.parent / "kit"), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(FOLDER / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 

@@ -180,7 +180,7 @@ def run_layer(spec, plan, weight_key, activation_key, tokens, changes):
     """The output of one call; DRY: the names of its launches."""
     from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
     from moe_core.testing.data import make_inputs, make_lora, make_weights
-    from moe_kit.planned import with_plan
+    from moe_kit.planned import with_plan  # found by PYTHONPATH: tests/kit
 
     experts, weight_key = load_experts(spec), key_of(weight_key)
     made = {"num_experts": 3, "top_k": 2, "hidden_size": 256, "intermediate_size": 128} | changes

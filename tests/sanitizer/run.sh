@@ -6,7 +6,7 @@
 set -u
 here=$(cd "$(dirname "$0")" && pwd); report=${1:?the file of the report}; end=$(( $(date +%s) + ${2:-140} ))
 work=$(mktemp -d); logs=$work/logs; kept=$work/kept; mkdir -p "$logs" "$kept"; trap 'rm -rf "$work"' EXIT
-export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$work/triton OMP_NUM_THREADS=2
+export PYTHONPATH="$here/../kit${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$work/triton OMP_NUM_THREADS=2
 left() { local n=$(( end - $(date +%s) )); echo $(( n > 1 ? n : 1 )); }
 # the tools follow one process: no wrapper before it
 python=$(python3 -c "import sys; print(sys.executable)")
