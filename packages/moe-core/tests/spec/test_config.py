@@ -50,7 +50,8 @@ def test_config_is_a_value_whose_repr_evaluates_back() -> None:
     import moe_core
 
     config = make(activation=MoEActivation.SWIGLUOAI, has_bias=True, dtype=torch.float16)
-    again = eval(repr(config), vars(moe_core) | {"torch": torch})
+    names = {name: getattr(moe_core, name) for name in moe_core.__all__}
+    again = eval(repr(config), names | {"torch": torch})
     assert again == config
     assert hash(again) == hash(config)
 

@@ -152,7 +152,11 @@ def test_monolithic_experts_get_every_claimed_routing() -> None:
 def test_ids_tell_cases_apart_and_repr_evaluates_back() -> None:
     cases = conformance_cases(ToyExperts, target=CPU, budget="full")
     assert len({c.id for c in cases}) == len(cases)
-    names = {**vars(moe_core), "Case": Case, "torch": torch, "inf": float("inf")}
+    names = {name: getattr(moe_core, name) for name in moe_core.__all__} | {
+        "Case": Case,
+        "torch": torch,
+        "inf": float("inf"),
+    }
     for case in cases:
         again = eval(repr(case), names)
         assert again == case
