@@ -1,4 +1,7 @@
-"""For every test of the workspace: kernels run on the GPU where there is one, else in Triton's interpreter."""
+"""Pytest configuration of the workspace.
+
+Kernels run on the GPU if there is one, else in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ import pytest
 import torch
 from moe_core.testing.interpreter import quicken
 
-# runs of pytest in a test
+# provides fixtures for tests that run pytest
 pytest_plugins = ["pytester"]
 
 HAS_GPU = torch.cuda.is_available()
 
-# read when Triton is imported, which no test module has done yet
+# Triton reads the variable when it is imported, which no test module has done yet.
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 quicken()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the marker of this file."""
+    """Declare the markers of this file (pytest hook)."""
     config.addinivalue_line(
         "markers",
         "diagonal(n): where kernels are interpreted, of the combinations of several parameters only those whose "
@@ -32,7 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--every N`` thins out parametrized tests; ``--layers N`` and ``--moe-fuzz N`` draw more random cases."""
+    """Declare the options (pytest hook).
+
+    ``--every N`` thins out parametrized tests. ``--layers N`` and ``--moe-fuzz N`` draw more random cases.
+    """
     parser.addoption(
         "--every",
         type=int,
@@ -53,15 +59,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def moe_fuzz(request: pytest.FixtureRequest) -> range:
-    """The seeds of the mutations that a fuzz test makes."""
+    """Seeds of the mutations in a fuzz test."""
     start = request.config.getoption("--moe-fuzz-start")
     return range(start, start + request.config.getoption("--moe-fuzz"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the diagonal of marked tests where kernels are interpreted, and every Nth case where that is asked for.
+    """Deselect and skip tests (pytest hook).
 
-    Tests marked ``gpu`` are skipped where there is none; the sessions without a GPU do not select them.
+    Interpreted runs keep only the diagonal of marked tests. ``--every`` keeps the first case and every Nth after it.
+    Tests marked ``gpu`` are skipped without a GPU; sessions without a GPU do not select them.
     """
     every, diagonal = config.getoption("--every"), Diagonal()
     seen: Counter[str] = Counter()
@@ -84,13 +91,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Diagonal:
-    """Which cases the marker ``diagonal`` keeps."""
+    """Select the cases that the marker ``diagonal`` keeps."""
 
     def __init__(self) -> None:
         self.values: defaultdict[tuple[str, str], list[object]] = defaultdict(list)
 
     def holds(self, item: pytest.Item) -> bool:
-        """Whether the positions of a case's values, each among those of its parameter, add up to a multiple of n."""
+        """Whether the positions of a case's parameter values add up to a multiple of n.
+
+        Args:
+            item: The test.
+
+        Returns:
+            True to keep it; also for tests without the marker.
+        """
         marker, case = item.get_closest_marker("diagonal"), getattr(item, "callspec", None)
         if marker is None or case is None:
             return True
@@ -105,7 +119,10 @@ class Diagonal:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_as_in_a_terminal() -> Iterator[None]:
-    """Signals are not ignored, as they are for what a shell runs in the background and for all its children."""
+    """Restore default signal handlers that are ignored.
+
+    A shell ignores these signals in background processes and all their children.
+    """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     ignored = [number for number in usual if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
@@ -117,12 +134,12 @@ def signals_as_in_a_terminal() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run: the GPU, or the CPU under the interpreter."""
+    """Device that kernels run on: the GPU, or the CPU in the interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without one: commands and layers choose the CPU by themselves."""
+    """Simulate a machine without a GPU: commands and layers choose the CPU automatically."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

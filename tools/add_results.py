@@ -1,12 +1,12 @@
-"""Brings a benchmark's results into docs/results, from where docs/performance.md is written.
+"""Add a benchmark's results to docs/results, the source of docs/performance.md.
 
     python tools/add_results.py RUN.json docs/results/NAME.json [--title TEXT] [--only REGEX] [--commit HASH]
                                 [--rename REGEX=NAME] [--date DATE] [--hardware TEXT] [--software TEXT] [--read TB/S]
 
-RUN.json is what the fused-MoE benchmark writes (``bench.py --out``), or a list of {shape, scheme, peer, M, us} (or ms)
-as its ``host.py`` and the CPU scripts of ``benchmarks`` write; of such a list the date is today's unless it is given.
-A file that is there keeps its title, its implementations' names, the benchmark that it names and whatever RUN.json
-leaves open; its notes were about the earlier figures: they are printed and left out.  Then: ``nox -s docs -- --write``
+RUN.json is the output of the fused-MoE benchmark (``bench.py --out``), or a list of {shape, scheme, peer, M, us} (or
+ms) from its ``host.py`` or the CPU scripts of ``benchmarks``. The date of such a list is today's unless it is given. An
+existing file keeps its title, the names of its implementations, its benchmark, and everything that RUN.json does not
+state. Its notes, which referred to the earlier figures, are printed and removed. Then run: ``nox -s docs -- --write``
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from results_document import FLOOR, ROOT, load
 
-#: what an H200 reads, in TB/s, and what sm_90 reaches: operations per microsecond in 8 and in 16 bits
+#: read bandwidth of an H200 in TB/s, and operations per microsecond that sm_90 reaches in 8 and in 16 bits
 READ = 4.35
 RATE_8 = 1300e6
 RATE_16 = 790e6
@@ -30,9 +30,15 @@ SCHEMES_16 = ("bf16", "int4_g128", "mxfp4")
 
 
 def rows(data: Any, pattern: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Every time whose "shape/scheme/peer" ``pattern`` finds, with these, M, us or ms, and what a floor is made from.
+    """Return the measured times that match a pattern.
 
-    Peers whose whole name one of the patterns ``names`` matches are called what it says.
+    Args:
+        data: A benchmark's results.
+        pattern: Regular expression to find in "shape/scheme/peer".
+        names: New names of peers, by a regular expression that matches their whole name.
+
+    Returns:
+        Rows with shape, scheme, peer, M, us or ms, and the figures that a floor is computed from.
     """
     if isinstance(data, list):
         found = data
@@ -51,7 +57,15 @@ def rows(data: Any, pattern: str, names: dict[str, str]) -> list[dict[str, Any]]
 
 
 def floor(row: dict[str, Any], read: float = READ) -> float | None:
-    """The microseconds that a row's bytes, of which the device reads ``read`` TB/s, and operations take at least."""
+    """Return the minimum time of a row from its bytes and operations.
+
+    Args:
+        row: A row of :func:`rows`.
+        read: Read bandwidth of the device, in TB/s.
+
+    Returns:
+        Microseconds; None if the row lacks the figures.
+    """
     if not {"weight_bytes", "io_bytes", "flops"} <= row.keys():
         return None
     in_16_bits = row["scheme"] in SCHEMES_16 or "w8a16" in row["peer"]
@@ -62,7 +76,19 @@ def floor(row: dict[str, Any], read: float = READ) -> float | None:
 def results(
     measured: list[dict[str, Any]], implementations: dict[str, str], read: float = READ
 ) -> list[dict[str, Any]]:
-    """The rows by column and implementation, in the implementations' order, floors behind them."""
+    """Group rows by column and implementation.
+
+    Args:
+        measured: Rows of :func:`rows`.
+        implementations: Labels of the implementations, in the order of the document.
+        read: Read bandwidth of the device, in TB/s.
+
+    Returns:
+        Results in the implementations' order, with floors last.
+
+    Raises:
+        ValueError: An implementation has two times for one cell.
+    """
     several = len({row["scheme"] for row in measured}) > 1
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in measured:
@@ -81,19 +107,33 @@ def results(
 
 
 def software(meta: dict[str, Any]) -> str:
-    """Versions, as a run's file says them."""
+    """Return the software versions that a run's file states.
+
+    Args:
+        meta: Metadata of the run.
+
+    Returns:
+        Names and versions, separated by commas.
+    """
     versions = {"Python": meta.get("python", ""), **meta.get("versions", {})}
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
 def head() -> str:
-    """The commit that is checked out; "+" behind it where files differ from it."""
+    """Return the checked-out commit, with "+" if files differ from it."""
     ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def dumped(run: dict[str, Any]) -> str:
-    """JSON with one line for each result, row and note."""
+    """Return JSON with one line per result, row and note.
+
+    Args:
+        run: Content of a file of docs/results.
+
+    Returns:
+        The JSON text.
+    """
     lines = []
     for name, value in run.items():
         if isinstance(value, list):
@@ -114,10 +154,23 @@ def added(
     read: float = READ,
     **given: str,
 ) -> dict[str, Any]:
-    """The content of a file of docs/results from a benchmark's.
+    """Convert a benchmark's results to the content of a file of docs/results.
 
-    ``read``: TB/s, for the floors.  ``given`` of a run (commit, date, hardware, software) goes before what ``data``
-    says, that before what ``old`` says.  Raises ValueError where nothing says it, and where nothing was measured.
+    Args:
+        data: A benchmark's results.
+        old: Previous content of the file, or {}.
+        title: Title; "" keeps the previous one.
+        pattern: Regular expression to find in "shape/scheme/peer".
+        names: New names of peers, by a regular expression that matches their whole name.
+        read: Read bandwidth of the device for the floors, in TB/s.
+        **given: commit, date, hardware or software. They take precedence over ``data``, which takes precedence over
+            ``old``.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        ValueError: Nothing was measured, or a field of the run is not stated anywhere.
     """
     measured = rows(data, pattern, names or {})
     if not measured:
@@ -125,7 +178,7 @@ def added(
     meta = {} if isinstance(data, list) else data["meta"]
     peers = dict.fromkeys(row["peer"] for row in measured)
     known = {name: label for name, label in old.get("implementations", {}).items() if name in peers}
-    # ours first: the first is compared with the others
+    # Own implementations come first: the first one is compared with the others.
     new = sorted(peers.keys() - known.keys(), key=lambda name: (not name.startswith(("moe", "torch")), name))
     implementations = known | {name: name.replace("_", " ") for name in new}
     found = results(measured, implementations, read)
@@ -151,7 +204,7 @@ def added(
 
 
 def main() -> int:
-    """Writes the file; returns the exit code."""
+    """Write the file and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

@@ -1,4 +1,4 @@
-"""docs/backends.md: what the backends claim, written from the claims themselves."""
+"""Text of docs/backends.md, generated from the claims of the backends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ H100s the first three of them were compared with each other.
 
 
 def targets() -> str:
-    """The architectures that the checks compile for, as noxfile.py lists them."""
+    """Return the architectures that the checks compile for, from noxfile.py."""
     for node in ast.parse(NOXFILE.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TARGETS":
             *first, last = ast.literal_eval(node.value)
@@ -77,7 +77,14 @@ def targets() -> str:
 
 
 def device_table(oracles: list[Oracle]) -> str:
-    """All schemes' backends beside the GPUs that they claim."""
+    """Return a table of all schemes' backends by the GPUs that they claim.
+
+    Args:
+        oracles: Oracles of the schemes.
+
+    Returns:
+        A Markdown table.
+    """
     cells = {"run": "**run**", "claimed": "yes", "no": ""}
     text = f"| scheme | backend | {' | '.join(DEVICES)} |\n|---|---|{'---|' * len(DEVICES)}\n"
     for oracle in oracles:
@@ -89,7 +96,14 @@ def device_table(oracles: list[Oracle]) -> str:
 
 
 def choice(oracles: list[Oracle]) -> str:
-    """How one of them is chosen, and the orders."""
+    """Return the section on how a backend is chosen, with the orders.
+
+    Args:
+        oracles: Oracles of the schemes.
+
+    Returns:
+        Markdown text.
+    """
     rows = ""
     for oracle in oracles:
         found = orders(oracle)
@@ -101,7 +115,7 @@ def choice(oracles: list[Oracle]) -> str:
 
 
 def ranks_table() -> str:
-    """The prepare/finalize classes by which tokens cross ranks."""
+    """Return the section on the prepare/finalize classes that move tokens across ranks."""
     text = RANKS
     for name in (*ALL2ALL_BACKENDS, *REDUCTIONS):
         claims = load_prepare_finalize(name).claims
@@ -112,7 +126,14 @@ def ranks_table() -> str:
 
 
 def section(oracle: Oracle) -> str:
-    """One scheme: a list of claims for each class of experts."""
+    """Return the section of one scheme: a list of claims for each experts class.
+
+    Args:
+        oracle: Oracle of the scheme.
+
+    Returns:
+        Markdown text.
+    """
     text = f"\n## {oracle.scheme}\n"
     for backend in oracle.table():
         for experts in backend.load():
@@ -124,7 +145,15 @@ def section(oracle: Oracle) -> str:
 
 
 def item(label: str, value: str) -> str:
-    """One claim as an item of a list, in lines of at most WIDTH characters."""
+    """Format one claim as a list item in lines of at most WIDTH characters.
+
+    Args:
+        label: Name of the claim.
+        value: Its text.
+
+    Returns:
+        Markdown text.
+    """
     value = " x ".join(f"`{name}`" for name in value.split(" x ")) if label == "keys" else value
     lines = textwrap.wrap(
         f"- {label}: {value}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -133,7 +162,7 @@ def item(label: str, value: str) -> str:
 
 
 def text() -> str:
-    """The whole document."""
+    """Return the whole document."""
     oracles = list(registry().oracles())
     return (
         INTRODUCTION.format(targets=targets())

@@ -1,8 +1,8 @@
-"""Checks an environment that holds moe-core and at most one other package, installed from wheels.
+"""Check an environment with moe-core and at most one other package, installed from wheels.
 
-Usage: ``python -I tools/check_installed.py moe-core [moe-NAME]``, with that environment's interpreter: exactly the
-named packages are there and importable, the registry finds a scheme, nothing of the others is imported, and
-``moe quickstart`` runs.
+Usage: ``python -I tools/check_installed.py moe-core [moe-NAME]``, with that environment's interpreter. It checks that
+exactly the named packages are installed and importable, that the registry finds a scheme without importing other
+packages, and that ``moe quickstart`` runs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,25 @@ MOE = str(Path(sys.executable).with_name("moe"))
 
 
 def expect(condition: bool, message: str) -> None:
-    """Ends the check with ``message`` unless ``condition`` holds."""
+    """Exit with an error unless a condition holds.
+
+    Args:
+        condition: The condition.
+        message: The error.
+    """
     if not condition:
         sys.exit(f"{' + '.join(sys.argv[1:])}: {message}")
 
 
 def modules_of(code: str) -> set[str]:
-    """Top-level names that a fresh interpreter has imported after ``code``."""
+    """Run code in a fresh interpreter and return what it imported.
+
+    Args:
+        code: Python code.
+
+    Returns:
+        Top-level names of the modules.
+    """
     program = code + "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
     expect(done.returncode == 0, f"{code!r} failed:\n{done.stderr}")
@@ -35,13 +47,24 @@ def modules_of(code: str) -> set[str]:
 
 
 def schemes_of(packages: list[str]) -> list[str]:
-    """The schemes that ``packages`` register."""
+    """Return the schemes that packages register.
+
+    Args:
+        packages: Names of distributions.
+
+    Returns:
+        Names of the schemes.
+    """
     points = importlib.metadata.entry_points(group="moe_core.schemes")
     return [point.name for point in points if point.dist is not None and point.dist.metadata["Name"] in packages]
 
 
 def check_imports(packages: list[str]) -> None:
-    """Checks what is installed and imported."""
+    """Check what is installed and imported.
+
+    Args:
+        packages: Names of the distributions that must be installed.
+    """
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     expect(installed & set(ALL) == set(packages), f"installed are {sorted(installed & set(ALL))}")
     for name in set(ALL) - set(packages):
@@ -59,7 +82,14 @@ def check_imports(packages: list[str]) -> None:
 
 
 def check_command_line(packages: list[str]) -> str:
-    """Runs ``moe backends``, the help of added commands and ``moe quickstart``; returns what to say of the latter."""
+    """Run ``moe backends``, the help of added commands, and ``moe quickstart``.
+
+    Args:
+        packages: Names of the installed distributions.
+
+    Returns:
+        A report on ``moe quickstart``.
+    """
     done = subprocess.run([MOE, "backends", "--json"], capture_output=True, text=True)
     expect(done.returncode == 0, f"moe backends failed:\n{done.stderr}")
     json.loads(done.stdout)
@@ -80,7 +110,7 @@ def check_command_line(packages: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    # both start processes, one after the other
+    # Both checks start one process at a time, so they run in parallel.
     with ThreadPoolExecutor() as pool:
         imports, said = (pool.submit(check, sys.argv[1:]) for check in (check_imports, check_command_line))
         imports.result()

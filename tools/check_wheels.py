@@ -1,4 +1,4 @@
-"""Checks the contents of built wheels: typed, licensed, with their entry points, and without tests.
+"""Check the contents of built wheels: typed, licensed, with entry points, without tests.
 
 Usage: ``python tools/check_wheels.py DIST``, where DIST holds one wheel and one sdist of every package.
 """
@@ -17,13 +17,28 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 
 
 def relative_links(markdown: object) -> list[str]:
-    """Targets of links that a package index, which shows the text alone, can't follow."""
+    """Return the link targets that a package index cannot resolve, since it only shows the text.
+
+    Args:
+        markdown: The text.
+
+    Returns:
+        Relative targets.
+    """
     targets = re.findall(r"\]\(([^)\s]+)", str(markdown))
     return [target for target in targets if not target.startswith(("https://", "#", "mailto:"))]
 
 
 def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
-    """What is wrong with one wheel, as sentences; empty if nothing is."""
+    """Return the problems of one wheel.
+
+    Args:
+        wheel: The wheel.
+        project: ``[project]`` of the package's pyproject.toml.
+
+    Returns:
+        Sentences; empty if there are no problems.
+    """
     distribution = str(project["name"]).replace("-", "_")
     info = f"{distribution}-{project['version']}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
@@ -56,7 +71,14 @@ def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
 
 
 def main(dist: Path) -> int:
-    """Checks every package's wheel and sdist in ``dist``; returns the number of problems."""
+    """Check every package's wheel and sdist.
+
+    Args:
+        dist: Folder of the wheels and sdists.
+
+    Returns:
+        Number of problems.
+    """
     count = 0
     for pyproject in sorted(PACKAGES.glob("*/pyproject.toml")):
         project = tomllib.loads(pyproject.read_text())["project"]

@@ -1,6 +1,8 @@
-"""Writes the documents that come from data: docs/backends.md from claims, docs/performance.md from docs/results.
+"""Write the generated documents: docs/backends.md and docs/performance.md.
 
-Usage: ``python tools/generate_docs.py --write`` renews them; ``--check`` fails where one is out of date.
+The former comes from the claims, the latter from docs/results.
+
+Usage: ``python tools/generate_docs.py --write`` updates them; ``--check`` fails if one is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ DOCUMENTS = {"backends.md": backends_document.text, "performance.md": results_do
 
 
 def main(argument: str) -> int:
-    """Writes or checks the documents; returns the exit code."""
+    """Write or check the documents.
+
+    Args:
+        argument: ``--write`` or ``--check``.
+
+    Returns:
+        The exit code.
+    """
     stale = False
     for name, text in DOCUMENTS.items():
         path, wanted = DOCS / name, text()

@@ -1,7 +1,7 @@
-"""Renews the versions that CI uses: the constraint lists in the root pyproject.toml.
+"""Update the versions that CI uses: the constraint lists in the root pyproject.toml.
 
 Usage: ``python tools/pin.py`` resolves the newest versions that the packages and the dependency groups allow, for all
-supported Pythons, and writes them in place. ``uv`` must be on the PATH.
+supported Python versions, and writes them in place. ``uv`` must be on the PATH.
 """
 
 from __future__ import annotations
@@ -17,24 +17,40 @@ PYPROJECT = ROOT / "pyproject.toml"
 
 
 def resolve(requirements: list[str]) -> list[str]:
-    """The newest versions of everything that ``requirements`` bring, one exact pin each."""
+    """Resolve the newest versions of requirements and their dependencies.
+
+    Args:
+        requirements: Requirements.
+
+    Returns:
+        One exact pin each.
+    """
     command = ["uv", "pip", "compile", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate", "-"]
-    with tempfile.TemporaryDirectory() as empty:  # away from the workspace, whose constraints would apply
+    with tempfile.TemporaryDirectory() as empty:  # Run outside of the workspace, whose constraints would apply.
         done = subprocess.run(
             command, input="\n".join(requirements), text=True, capture_output=True, check=True, cwd=empty
         )
     pins = []
     for line in done.stdout.splitlines():
         pin, _, marker = (part.strip() for part in line.partition(";"))
-        # platform markers say where a package is needed, which a constraint need not repeat;
-        # Python markers tell two versions of one package apart
+        # Platform markers state where a package is needed, which a constraint need not repeat. Python markers
+        # distinguish two versions of one package.
         versions = re.findall(r"python_full_version [<>=]+ '3\.1[1-3]'", marker)
         pins.append(f"{pin}; {' and '.join(versions)}" if versions else pin)
     return pins
 
 
 def write(text: str, key: str, pins: list[str]) -> str:
-    """``text`` with the list ``key`` replaced."""
+    """Replace a list of pins.
+
+    Args:
+        text: Text of pyproject.toml.
+        key: Name of the list.
+        pins: New content.
+
+    Returns:
+        The new text.
+    """
     lines = "".join(f'  "{pin}",\n' for pin in pins)
     new, count = re.subn(
         rf"^{key} = \[\n.*?^\]", lambda _: f"{key} = [\n{lines}]", text, flags=re.DOTALL | re.MULTILINE
@@ -45,7 +61,7 @@ def write(text: str, key: str, pins: list[str]) -> str:
 
 
 def main() -> None:
-    """Resolves and writes both lists."""
+    """Resolve and write both lists."""
     text = PYPROJECT.read_text()
     groups = tomllib.loads(text)["dependency-groups"]
     wanted = [item for items in groups.values() for item in items if isinstance(item, str)]

@@ -1,4 +1,4 @@
-"""Text of docs/performance.md: a table per run in docs/results, with ratios computed from it.
+"""Text of docs/performance.md: a table per run in docs/results, with computed ratios.
 
 One file holds one run::
 
@@ -12,9 +12,9 @@ One file holds one run::
      "notes": ["..."]
     }
 
-``implementations`` gives the order of a cell's numbers; the first is compared with the others.  "floor" is not a
-measured time but a lower bound from bytes and operations.  A run without a comparison has ``"header"`` and ``"rows"``
-instead of ``implementations`` and ``results``.  ``tools/add_results.py`` writes the files.
+``implementations`` gives the order of the numbers in a cell; the first one is compared with the others. "floor" is not
+a measured time but a lower bound from bytes and operations. A run without a comparison has ``"header"`` and ``"rows"``
+instead of ``implementations`` and ``results``. ``tools/add_results.py`` writes the files.
 """
 
 from __future__ import annotations
@@ -27,15 +27,25 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 FLOOR = "floor"
-#: runs of the test suites on GPUs: no times, summarized in docs/hardware.md
+#: runs of the test suites on GPUs, without times; summarized in docs/hardware.md
 HARDWARE = RESULTS / "hardware.json"
-#: the order of the document, by the first word of a file's name
+#: order of the document, by the first word of a file's name
 ORDER = ("peers", "fp8", "int8", "wna16", "mxfp4", "engine", "several", "host", "load", "cpu", "before", "steps")
 Run = dict[str, Any]
 
 
 def load(path: Path) -> Run:
-    """Load one run; raise ValueError with the file's name if a field is missing or unknown."""
+    """Load one run.
+
+    Args:
+        path: File of docs/results.
+
+    Returns:
+        Content of the file.
+
+    Raises:
+        ValueError: A field is missing, unknown or contradictory. The message names the file.
+    """
     run: Run = json.loads(path.read_text(encoding="utf-8"))
     wanted = {"title", "run"} | ({"header", "rows"} if "rows" in run else {"unit", "implementations", "results"})
     if problem := wanted - run.keys() or run.keys() - wanted - {"notes"}:
@@ -52,7 +62,15 @@ def load(path: Path) -> Run:
 
 
 def ratios(run: Run, peer: str) -> dict[int, list[float]]:
-    """Times of ``peer`` over those of the first implementation, by tokens, of all columns that have both."""
+    """Return times of a peer relative to the first implementation, for columns that have both.
+
+    Args:
+        run: The run.
+        peer: Name of the implementation.
+
+    Returns:
+        Ratios of all columns, by number of tokens.
+    """
     first = next(iter(run["implementations"]))
     points = {(r["column"], r["peer"]): r["points"] for r in run["results"]}
     found: dict[int, list[float]] = {}
@@ -65,31 +83,68 @@ def ratios(run: Run, peer: str) -> dict[int, list[float]]:
 
 
 def mean(values: list[float]) -> float:
-    """The geometric mean."""
+    """Return the geometric mean.
+
+    Args:
+        values: Positive numbers.
+
+    Returns:
+        The mean.
+    """
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def overall(run: Run, peer: str) -> tuple[float, float]:
-    """Geometric mean and lowest cell of :func:`ratios`."""
+    """Return the geometric mean and the lowest value of :func:`ratios`.
+
+    Args:
+        run: The run.
+        peer: Name of the implementation.
+
+    Returns:
+        (mean, lowest).
+    """
     cells = [ratio for found in ratios(run, peer).values() for ratio in found]
     return mean(cells), min(cells)
 
 
 def number(value: float | None) -> str:
-    """Format a time with four digits; a dash if there is none."""
+    """Format a time with four digits.
+
+    Args:
+        value: The time, or None.
+
+    Returns:
+        The text; a dash for None.
+    """
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown table with right-aligned numbers."""
+    """Return a Markdown table with right-aligned numbers.
+
+    Args:
+        header: Cells of the header.
+        rows: Cells of the rows.
+
+    Returns:
+        The table.
+    """
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def times(run: Run) -> str:
-    """Table of tokens x columns; a cell has one number per implementation."""
+    """Return a table of tokens by columns, whose cells have one number per implementation.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Markdown text.
+    """
     shown = {name: label for name, label in run["implementations"].items() if name != FLOOR}
     points = {(r["column"], r["peer"]): r["points"] for r in run["results"]}
     columns = list(dict.fromkeys(column for column, _ in points))
@@ -102,7 +157,14 @@ def times(run: Run) -> str:
 
 
 def comparison(run: Run) -> str:
-    """Table that compares the first implementation with each other one, over all cells and by tokens."""
+    """Return a table that compares the first implementation with the others.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Markdown text with ratios over all cells and by tokens; "" if there is one implementation.
+    """
     first, *others = run["implementations"]
     if not others:
         return ""
@@ -118,7 +180,14 @@ def comparison(run: Run) -> str:
 
 
 def section(run: Run) -> str:
-    """Section of one run."""
+    """Return the section of one run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Markdown text.
+    """
     about = run["run"]
     text = f"\n## {run['title']}\n\n{about['date']}, commit {about['commit']}; {about['hardware']}; {about['software']}"
     text += f"; `{about['benchmark']}`.\n\n" if "benchmark" in about else ".\n\n"
@@ -130,12 +199,26 @@ def section(run: Run) -> str:
 
 
 def anchor(title: str) -> str:
-    """Fragment that Markdown renderers give a heading."""
+    """Return the fragment that Markdown renderers give a heading.
+
+    Args:
+        title: The heading.
+
+    Returns:
+        The fragment, without "#".
+    """
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
 def summary(runs: list[Run]) -> str:
-    """Table with one row per pair of implementations."""
+    """Return a table with one row per pair of implementations.
+
+    Args:
+        runs: The runs.
+
+    Returns:
+        Markdown text.
+    """
     rows = []
     for run in runs:
         first, *others = run.get("implementations") or [""]
@@ -148,13 +231,13 @@ def summary(runs: list[Run]) -> str:
 
 
 def timed_runs() -> list[Path]:
-    """Files of runs with times, in the document's order."""
+    """Return the files of runs with times, in the document's order."""
     paths = [path for path in RESULTS.glob("*.json") if path != HARDWARE]
     return sorted(paths, key=lambda path: (ORDER.index(path.stem.split("-")[0]), path.stem))
 
 
 def text() -> str:
-    """The whole document."""
+    """Return the whole document."""
     runs = [load(path) for path in timed_runs()]
     introduction = (RESULTS / "introduction.md").read_text(encoding="utf-8")
     return introduction.replace("SUMMARY\n", summary(runs)) + "".join(map(section, runs))

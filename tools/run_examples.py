@@ -1,8 +1,8 @@
-"""Runs the Python examples of the documents: every fenced ``python`` block, in order, one namespace per document.
+"""Run the Python examples of documents.
 
-Usage: ``python tools/run_examples.py FILE.md ...``.  A block that needs what no machine has is preceded by the
-comment ``<!-- not run: reason -->``; it is compiled only.  A fenced block without a language that follows one is what
-it prints; "…" in it stands for anything.
+Usage: ``python tools/run_examples.py FILE.md ...``. Every fenced ``python`` block runs, in order, with one namespace
+per document. A block that cannot run anywhere is preceded by the comment ``<!-- not run: reason -->`` and is only
+compiled. A fenced block without a language after a Python block is its expected output; "…" in it matches anything.
 """
 
 from __future__ import annotations
@@ -21,13 +21,23 @@ BLOCK = re.compile(
 
 
 def run(path: Path) -> int:
-    """Runs the blocks of one document; returns how many there are.  Raises ValueError where one prints another text."""
+    """Run the blocks of one document.
+
+    Args:
+        path: The document.
+
+    Returns:
+        Number of blocks.
+
+    Raises:
+        ValueError: A block's output differs from the document.
+    """
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0
     for count, match in enumerate(BLOCK.finditer(text), 1):  # noqa: B007 - the number of the last one is the result
         line = text[: match.start(2)].count("\n")
-        # empty lines before the code let a traceback point into the document
+        # Leading empty lines make tracebacks point into the document.
         code = compile("\n" * line + match.group(2), str(path), "exec")
         if match.group(1) is not None:
             continue
@@ -40,7 +50,11 @@ def run(path: Path) -> int:
 
 
 def main(paths: list[Path]) -> None:
-    """Runs every document in a directory of its own; an exception ends the process with a traceback."""
+    """Run every document in a separate folder; an exception ends the process with a traceback.
+
+    Args:
+        paths: The documents.
+    """
     for name, path in [(path, path.resolve()) for path in paths]:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             count = run(path)

@@ -1,7 +1,7 @@
-"""Puts the Python files of a wheel into a folder: without its compiled parts, and without what it depends on.
+"""Unpack the Python files of a wheel into a folder, without compiled parts or dependencies.
 
-Usage: ``python tools/unpack_python.py NAME==VERSION FOLDER [SUFFIX ...]``, with the ends of the names of what else is
-needed. For tests against the Python of a package whose installation takes gigabytes, or a GPU. Needs pip.
+Usage: ``python tools/unpack_python.py NAME==VERSION FOLDER [SUFFIX ...]``, with the suffixes of other files that are
+needed. It serves tests against the Python code of a package whose installation needs gigabytes or a GPU. Needs pip.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-#: wheels for these are taken on every machine: their Python files are the same
+#: platforms whose wheels are used on every machine, since their Python files are the same
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
 
 
 def unpack(requirement: str, folder: Path, *suffixes: str) -> None:
-    """Downloads the wheel and unpacks it, unless ``folder`` holds it."""
+    """Download and unpack a wheel, unless the folder already holds it.
+
+    Args:
+        requirement: "NAME==VERSION".
+        folder: Folder for the files.
+        *suffixes: Suffixes of additional files to unpack.
+    """
     wanted = (".py", ".dist-info/METADATA", *suffixes)
     done, what = folder / "unpacked.txt", " ".join((requirement, *suffixes))
     if done.is_file() and done.read_text() == what:

@@ -1,1 +1,1 @@
-"""What tests of several packages of this repository share; the kit for other packages is `moe_core.testing`."""
+"""Test helpers shared by this repository's packages; others use `moe_core.testing`."""

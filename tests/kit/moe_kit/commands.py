@@ -1,4 +1,4 @@
-"""Commands of ``moe`` run in this process: what they print, how they end, what they refuse."""
+"""Run commands of ``moe`` in this process and check their output and exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ __all__ = ["Moe", "Result"]
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended: the exit code, stdout and stderr."""
+    """Outcome of a command.
+
+    Attributes:
+        code: Exit code.
+        out: Content of stdout.
+        err: Content of stderr.
+    """
 
     code: int
     out: str
@@ -26,12 +32,12 @@ class Result:
 
     @property
     def data(self) -> Any:
-        """What it printed as JSON."""
+        """The JSON that it printed."""
         return json.loads(self.out)
 
 
 class Moe:
-    """``moe(*arguments)`` runs a command."""
+    """Callable that runs a command: ``moe(*arguments)``."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self.capture = capture
@@ -40,14 +46,23 @@ class Moe:
         self.capture.readouterr()
         try:
             code = main([str(argument) for argument in arguments])
-        except SystemExit as end:  # argparse
+        except SystemExit as end:  # argparse exits
             code = int(end.code or 0)
         result = Result(code, *self.capture.readouterr())
         ensure("Traceback" not in result.err, result.err)
         return result
 
     def refuses(self, *arguments: object, parts: tuple[str, ...] = (), match: str = "") -> None:
-        """Exit code 2, nothing on stdout, one paragraph on stderr: with all ``parts``, and the pattern ``match``."""
+        """Check that a command exits with code 2 and prints one paragraph to stderr only.
+
+        Args:
+            *arguments: The command and its arguments.
+            parts: Texts that stderr must contain.
+            match: Regular expression that stderr must contain.
+
+        Raises:
+            AssertionError: The command behaves otherwise.
+        """
         result = self(*arguments)
         ensure((result.code, result.out) == (2, ""), f"ends with {result.code}: {result.out}{result.err}")
         ensure(result.err.startswith(f"moe {arguments[0]}: ") and "\n\n" not in result.err, result.err)

@@ -1,4 +1,4 @@
-"""Layers for few tokens, whose pairs are not sorted, beside the reference."""
+"""Layers for few tokens, whose pairs are not sorted, compared with the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FewTokens:
-    """A layer of ``experts`` that is called with few tokens."""
+    """A layer that is called with few tokens.
+
+    Attributes:
+        experts: Experts class.
+        config: The layer.
+        key: Weight key.
+        activation_key: Activation key; None for 16-bit activations.
+    """
 
     experts: type[GroupedExperts]
     config: FusedMoEConfig
@@ -29,7 +36,14 @@ class FewTokens:
     activation_key: QuantKey | None = None
 
     def made(self, device: torch.device) -> GroupedExperts:
-        """The experts; where there is no GPU, as on sm_90."""
+        """Instantiate the experts, for sm_90 if there is no GPU.
+
+        Args:
+            device: Device of the tensors.
+
+        Returns:
+            The instance.
+        """
         target = DeviceInfo.current(device) if device.type == "cuda" else DeviceInfo.parse("sm90")
         return self.experts(self.config, weight_key=self.key, activation_key=self.activation_key, device=target)
 
@@ -45,10 +59,23 @@ class FewTokens:
         finite: bool = True,
         routing: str = "uniform",
     ) -> Tensor:
-        """The output for ``tokens``, after a ``change`` of x, in poisoned memory; ``routing`` as for `make_inputs`.
+        """Run the layer in poisoned memory and check its output.
 
-        Raises AssertionError unless it is as exact as is expected of it (or not ``finite``), and by vectors
-        or, with ``tiles``, by tiles.
+        Args:
+            device: Device of the tensors.
+            tiles: Whether the layer must use tiles; otherwise it must use matrix-vector products.
+            tokens: Number of tokens.
+            ids: Expert ids; None for those of `make_inputs`.
+            change: Modifies x in place before the call.
+            made: Instance of the experts; None makes one.
+            finite: Whether to compare the output with the reference.
+            routing: As for `make_inputs`.
+
+        Returns:
+            The output.
+
+        Raises:
+            AssertionError: The output is wrong, or the layer uses the other kind of kernel.
         """
         experts = self.made(device) if made is None else made
         weights = make_weights(self.config, self.key, self.activation_key, seed=3).to(device)

@@ -1,4 +1,4 @@
-"""What Marlin-class kernels make of repacked weights, read off products with unit vectors or others."""
+"""Products of Marlin-class kernels with repacked weights, to read the weights back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,20 @@ def dequantized_by_gemm(
     dtype: torch.dtype,
     x: float = 1.0,
 ) -> Tensor:
-    """float32 ``shape`` [N, K]: one expert's ``weight``, of codes of ``bits``, times ``x`` in ``dtype``."""
+    """Multiply one expert's weight by a scaled identity matrix with the GEMM.
+
+    Args:
+        weight: Converted weight of one expert.
+        bits: Bits of a code.
+        shape: (N, K).
+        functions: Device functions of the weight format.
+        config: Tile configuration.
+        dtype: Dtype of the rows.
+        x: Scale of the identity matrix.
+
+    Returns:
+        The weight times ``x``, ``[N, K]`` float32.
+    """
     n, k = shape
     device = weight.words.device
     matrix = MarlinMatrix(weight.words, bits, n, k, weight.group_size, weight.scales, weight.channel_scales)
@@ -46,7 +59,18 @@ def dequantized_by_gemm(
 
 
 def multiplied_by_gemv(weight: Converted, bits: int, functions: GemvFunctions, n: int, x: Tensor) -> Tensor:
-    """float32 [rows, N]: rows of ``x`` [rows, K] times one expert's ``weight``, of codes of ``bits``."""
+    """Multiply rows by one expert's weight with the GEMV.
+
+    Args:
+        weight: Converted weight of one expert.
+        bits: Bits of a code.
+        functions: Device functions of the weight format.
+        n: Number of output columns N.
+        x: Rows ``[rows, K]``.
+
+    Returns:
+        ``[rows, N]`` float32.
+    """
     rows, k = x.shape
     matrix = MarlinMatrix(weight.words, bits, n, k, weight.group_size, weight.scales, weight.channel_scales)
     y = torch.empty(rows, n, device=x.device)

@@ -1,4 +1,4 @@
-"""Layers with a test's own launch plan, which the heuristics would not choose for their sizes."""
+"""Layers with a test's launch plan, which the heuristics would not choose for their sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ E = TypeVar("E", bound=GroupedExperts)
 
 
 def with_plan(experts: type[E], plan: TilePlan) -> type[E]:
-    """The class with tiles by ``plan`` for any number of tokens: without split-K or PDL where it has none."""
+    """Derive a class that uses one tile plan for any number of tokens.
+
+    Args:
+        experts: Experts class.
+        plan: The plan; split-K and PDL are dropped if the class does not support them.
+
+    Returns:
+        The derived class.
+    """
 
     class Planned(experts):  # type: ignore[misc, valid-type]
         def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
@@ -37,7 +45,15 @@ def with_plan(experts: type[E], plan: TilePlan) -> type[E]:
 
 
 def with_gemv(experts: type[E], plan: GemvPlan | None) -> type[E]:
-    """The class with ``plan`` of products with vectors for any number of tokens; None: tiles."""
+    """Derive a class that uses one plan of matrix-vector products for any number of tokens.
+
+    Args:
+        experts: Experts class.
+        plan: The plan; None for tiles.
+
+    Returns:
+        The derived class.
+    """
 
     class Planned(experts):  # type: ignore[misc, valid-type]
         def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
@@ -58,10 +74,23 @@ def layer_error(
     routing: str = "uniform",
     **layer: Any,
 ) -> float:
-    """The error of a layer with ``plan``, relative to the float64 reference of the same weights (Frobenius norm).
+    """Return the error of a layer relative to the float64 reference (Frobenius norm).
 
-    ``routing``: as for `make_inputs`; ``layer``: fields of the config, by default 3 experts of 144 x 144 and top-2.
-    Two calls over poisoned memory must give the same finite numbers, for rows that lie apart.
+    The layer is called twice with poisoned memory and padded rows. Both results must be equal and finite.
+
+    Args:
+        experts: Experts class.
+        plan: The tile plan.
+        weight_key: Weight key.
+        activation_key: Activation key; None for 16-bit activations.
+        device: Device of the tensors.
+        tokens: Number of tokens.
+        seed: Seed of weights and inputs.
+        routing: As for `make_inputs`.
+        **layer: Fields of the config; by default 3 experts of 144 x 144 and top-2.
+
+    Returns:
+        The relative error.
     """
     config = FusedMoEConfig(**({"num_experts": 3, "top_k": 2, "hidden_size": 144, "intermediate_size": 144} | layer))
     weights = make_weights(config, weight_key, activation_key, seed=seed)

@@ -1,4 +1,4 @@
-"""``moe`` on a scheme's own checkpoint: what it computes, and what it refuses."""
+"""Tests of ``moe`` on a scheme's own checkpoint: what it computes and what it refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ TOKENS = 7
 
 @dataclass(frozen=True)
 class Original:
-    """The scheme's checkpoint, its first layer, and the file that holds an expert's tensors, by name."""
+    """A scheme's quickstart checkpoint.
+
+    Attributes:
+        folder: The checkpoint folder.
+        source: Its first layer.
+        file: Name of the file with the experts' tensors.
+        tensors: Tensors of that file by name.
+    """
 
     folder: Path
     source: LayerSource
@@ -38,30 +45,33 @@ class Original:
     tensors: dict[str, Tensor]
 
     def layers(self) -> list[int]:
-        """Numbers of the layers with experts."""
+        """Return the indices of the layers with experts."""
         names = Checkpoint.open(self.folder).names
         return sorted({int(found[1]) for name in names if (found := re.search(r"\.(\d+)\..*\.experts\.", name))})
 
     def kinds(self) -> list[str]:
-        """One tensor of every kind that experts have: names that differ in numbers alone are of one kind."""
+        """Return one tensor name per kind; names of a kind differ only in their numbers."""
         return list({re.sub(r"\d+", "#", name): name for name in sorted(self.tensors) if ".experts." in name}.values())
 
 
 class CommandLineTests:
-    """Base of a test class: set ``scheme``, whose :attr:`~moe_core.Scheme.quickstart` writes the checkpoint."""
+    """Base of a test class: set ``scheme``.
+
+    :attr:`~moe_core.Scheme.quickstart` of the scheme writes the checkpoint.
+    """
 
     scheme: ClassVar[str]
 
     @pytest.fixture(autouse=True)
     def no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Commands choose the CPU by themselves."""
+        """Make commands choose the CPU automatically."""
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     @pytest.fixture(scope="class")
     @classmethod
     def original(cls, tmp_path_factory: pytest.TempPathFactory) -> Original:
-        """Written once; tests that change it take :meth:`folder`."""
+        """The original checkpoint, written once; tests that modify it use :meth:`folder`."""
         from safetensors.torch import load_file
 
         folder = tmp_path_factory.mktemp(cls.scheme)
@@ -74,7 +84,7 @@ class CommandLineTests:
 
     @pytest.fixture
     def folder(self, original: Original, tmp_path: Path) -> Path:
-        """A checkpoint of its own; files are links until a test replaces one."""
+        """Separate checkpoint folder, whose files are links until a test replaces one."""
         copy = tmp_path / "checkpoint"
         copy.mkdir()
         for file in original.folder.iterdir():
@@ -83,7 +93,7 @@ class CommandLineTests:
 
     @pytest.fixture
     def refuses(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-        """``moe run`` ends with 2, one paragraph with all parts, and nothing written."""
+        """Check that ``moe run`` exits with 2, one paragraph with all parts, and no output file."""
 
         def check(*parts: str, arguments: tuple[str, ...] = ()) -> None:
             run_refuses(folder, capsys, *parts, arguments=arguments)
@@ -91,14 +101,14 @@ class CommandLineTests:
         return check
 
     def test_quickstart(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """The first command that people type."""
+        """Check the first command that people type."""
         code = main(["quickstart", "--scheme", self.scheme])
         out = capsys.readouterr().out
         ensure(code == 0 and "within the tolerance" in out and "on cpu: " in out, out)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_input_to_output(self, original: Original, tmp_path: Path, dtype: torch.dtype) -> None:
-        """In every dtype, each of which takes another layer where the checkpoint has several."""
+        """Check every dtype, with a different layer each if the checkpoint has several."""
         from safetensors.torch import load_file, save_file
 
         layers = original.layers()
@@ -119,7 +129,7 @@ class CommandLineTests:
         expected.compare(load_file(tmp_path / "o.safetensors")["output"], "moe run")
 
     def test_explain_for_a_gpu_that_is_not_here(self, original: Original, capsys: pytest.CaptureFixture[str]) -> None:
-        """For a layer of a checkpoint, and for one by its numbers."""
+        """Check a layer of a checkpoint and a layer described by its sizes."""
         key = key_name(original.source.weight_key)
         for layer in (
             [str(original.folder)],
@@ -134,7 +144,7 @@ class CommandLineTests:
     def test_bench(
         self, original: Original, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Every number of tokens is timed."""
+        """Check that every number of tokens is timed."""
         monkeypatch.setattr(_machine, "measure_limits", lambda *_: _machine.Limits(1e10, 1e10, "float32"))
         code = main(["bench", str(original.folder), "--tokens", "1,3", "--budget", "0.01", "--json"])
         printed = capsys.readouterr()
@@ -146,7 +156,7 @@ class CommandLineTests:
     # ------------------------------------------------------------------ bad input
 
     def test_truncated_file(self, original: Original, folder: Path, refuses: Callable[..., None]) -> None:
-        """Whatever is left of it."""
+        """Check truncation at several sizes."""
         file = folder / original.file
         content = file.read_bytes()
         file.unlink()
@@ -155,13 +165,13 @@ class CommandLineTests:
             refuses(f"{original.file} is truncated")
 
     def test_missing_tensors(self, original: Original, folder: Path, refuses: Callable[..., None]) -> None:
-        """Every kind of tensor that the scheme's experts have."""
+        """Check the loss of every kind of expert tensor."""
         for name in original.kinds():
             rewrite(folder, original, {name: None})
             refuses(f"{name} is missing")
 
     def test_shapes(self, original: Original, folder: Path, refuses: Callable[..., None]) -> None:
-        """A tensor of every kind lacks its last row."""
+        """Check tensors of every kind without their last row."""
         for name in original.kinds():
             tensor = original.tensors[name]
             stacked = not re.search(r"\.experts\.\d", name)
@@ -172,7 +182,7 @@ class CommandLineTests:
             refuses(name, f"{cut.shape[stacked]}", "expected", f"{tensor.shape[stacked]}")
 
     def test_values_that_are_no_numbers(self, original: Original, folder: Path, refuses: Callable[..., None]) -> None:
-        """NaN in every kind of tensor that can hold it."""
+        """Check NaN in every kind of tensor that can hold it."""
         for name in original.kinds():
             broken = original.tensors[name].clone()
             if broken.is_floating_point() and broken.dim():
@@ -183,7 +193,7 @@ class CommandLineTests:
     def test_index_names_what_its_file_has_not(
         self, original: Original, folder: Path, refuses: Callable[..., None]
     ) -> None:
-        """Where the checkpoint has an index."""
+        """Check an index that names a tensor its file lacks."""
         name = original.kinds()[0]
         index = folder / INDEX
         weight_map = dict.fromkeys(Checkpoint.open(folder).names, original.file)
@@ -195,7 +205,7 @@ class CommandLineTests:
         refuses(f"says that {original.file} holds '{name}', but it does not")
 
     def test_a_backend_that_cannot_run_here(self, original: Original, refuses: Callable[..., None]) -> None:
-        """It is refused with its reason, and never replaced."""
+        """Check that the backend is refused with a reason and never replaced."""
         cpu = DeviceInfo.parse("cpu")
         for backend in registry().oracle(self.scheme).table():
             classes = backend.load()
@@ -210,7 +220,14 @@ class CommandLineTests:
 
 
 def rewrite(folder: Path, original: Original, changes: dict[str, Tensor | None], *, index: bool = True) -> None:
-    """The file of ``original`` in ``folder``, with ``changes``; None removes a tensor, from the index too."""
+    """Rewrite the file of a checkpoint with changed tensors.
+
+    Args:
+        folder: Copy of the checkpoint.
+        original: The original checkpoint.
+        changes: New tensors by name; None removes a tensor.
+        index: Whether to remove it from the index too.
+    """
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor | None] = {**original.tensors, **changes}

@@ -1,4 +1,4 @@
-"""Checkpoints that tools wrote, with the outputs that the tools give, and the same experts written otherwise."""
+"""Checkpoints written by quantization tools with reference outputs, and rewritten variants."""
 
 from __future__ import annotations
 
@@ -19,18 +19,44 @@ if TYPE_CHECKING:
 
 
 def relative(found: Tensor, reference: Tensor) -> float:
-    """The error's norm over the reference's."""
+    """Return the norm of the error relative to the reference.
+
+    Args:
+        found: The result.
+        reference: The reference.
+
+    Returns:
+        The relative error.
+    """
     return float((found.double() - reference.double()).norm() / reference.double().norm())
 
 
 def routed(tensors: Tensors, given: str = "topk") -> Tensors:
-    """Of a case's tensors: hidden states with their routing, ``given`` as "topk" pairs or router "logits"."""
+    """Select a case's hidden states and routing.
+
+    Args:
+        tensors: Tensors of the case.
+        given: "topk" for top-k tensors, "logits" for router logits.
+
+    Returns:
+        Input tensors of ``moe run``.
+    """
     routing = {"topk": ("topk_ids", "topk_weights"), "logits": ("router_logits",)}[given]
     return {name: tensors[name] for name in ("hidden_states", *routing)}
 
 
 def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Tensor:
-    """The output of ``moe run`` on ``inputs``."""
+    """Return the output of ``moe run``.
+
+    Args:
+        folder: The checkpoint folder.
+        inputs: Input tensors.
+        scratch: Folder for the files.
+        dtype: Value of ``--dtype``.
+
+    Returns:
+        The output ``[M, K]``.
+    """
     from moe_core.cli.main import main
     from safetensors.torch import load_file, save_file
 
@@ -43,29 +69,62 @@ def run(folder: Path, inputs: Tensors, scratch: Path, dtype: str = "fp32") -> Te
 
 
 def run_refuses(folder: Path, capsys: pytest.CaptureFixture[str], *parts: str, arguments: tuple[str, ...] = ()) -> None:
-    """``moe run`` on ``folder`` ends with 2, nothing written, and one paragraph on stderr that has all ``parts``."""
+    """Check that ``moe run`` refuses a folder and writes nothing.
+
+    Args:
+        folder: The checkpoint folder.
+        capsys: pytest's capture fixture.
+        *parts: Texts that stderr must contain.
+        arguments: Further arguments.
+    """
     before = sorted(folder.parent.rglob("*"))
     Moe(capsys).refuses("run", folder, "--output", folder.parent / "out.safetensors", *arguments, parts=parts)
     ensure(sorted(folder.parent.rglob("*")) == before, "files were written")
 
 
 class Cases:
-    """The folders beneath ``path``: config.json, model.safetensors, io.safetensors, manifest.json."""
+    """Test cases below a folder.
+
+    Each is a folder with config.json, model.safetensors, io.safetensors and manifest.json.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
 
     def bound(self, case: str, name: str) -> float:
-        """A tolerance that the case's manifest states."""
+        """Return a tolerance that the case's manifest states.
+
+        Args:
+            case: Name of the case.
+            name: Name of the tolerance.
+
+        Returns:
+            The tolerance.
+        """
         return float(json.loads((self.path / case / "manifest.json").read_text())["tolerances"][name])
 
     def bound_of_weights(self, case: str, dtype: str) -> float:
-        """That of an output with 16-bit activations, computed in ``dtype``."""
+        """Return the tolerance of an output with 16-bit activations.
+
+        Args:
+            case: Name of the case.
+            dtype: Dtype of the computation, as for ``--dtype``.
+
+        Returns:
+            The tolerance.
+        """
         return self.bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_bf16_kernel")
 
     def tensors(self, case: str) -> Tensors:
-        """Inputs and outputs."""
+        """Return the inputs and outputs of a case.
+
+        Args:
+            case: Name of the case.
+
+        Returns:
+            Tensors by name.
+        """
         from safetensors.torch import load_file
 
         return load_file(self.path / case / "io.safetensors")
@@ -77,7 +136,17 @@ class Cases:
         quantization: dict[str, Any] | None = None,
         change: Callable[[Tensors], Tensors] = dict,
     ) -> Path:
-        """A copy of ``case`` with another quantization_config and other tensors; the router stays."""
+        """Copy a case with another quantization_config or other tensors; the router stays.
+
+        Args:
+            case: Name of the case.
+            folder: New folder.
+            quantization: New quantization_config; None keeps it.
+            change: Returns the new tensors.
+
+        Returns:
+            ``folder``.
+        """
         from safetensors.torch import load_file, save_file
 
         config = json.loads((self.path / case / "config.json").read_text())
@@ -90,7 +159,16 @@ class Cases:
         return folder
 
     def changed(self, case: str, folder: Path, change: Change) -> Path:
-        """A copy of ``case`` with a change."""
+        """Copy a case and modify the copy.
+
+        Args:
+            case: Name of the case.
+            folder: New folder.
+            change: Modification of the folder.
+
+        Returns:
+            ``folder``.
+        """
         folder.mkdir()
         for file in ("config.json", FILE):
             (folder / file).write_bytes((self.path / case / file).read_bytes())

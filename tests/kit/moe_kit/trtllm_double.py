@@ -1,7 +1,8 @@
-"""Pieces of doubles of FlashInfer's TRT-LLM kernels, which compute what it documents from the bytes that it would get.
+"""Building blocks of test doubles for FlashInfer's TRT-LLM kernels.
 
-A scheme's tests add how weights are read and multiplied.  That real calls fit the installed library, and layouts its
-helpers, is tested where that is installed.
+They compute what FlashInfer documents from the bytes that the kernels would receive. A scheme's tests add how weights
+are read and multiplied. Other tests, which run where the library is installed, check that calls match its signatures
+and layouts match its helpers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ _PARAMETERS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
 
 
 def unshuffled(w: Tensor, tile: int = 128) -> Tensor:
-    """The inverse of the library's shuffle of rows, from its table: row r of a block goes to place map[r]."""
+    """Undo the library's row shuffle, from its table: row r of a block moves to map[r].
+
+    Args:
+        w: Shuffled rows.
+        tile: Tile size of the epilogue.
+
+    Returns:
+        The rows in their original order.
+    """
     block = 32 if tile % 128 == 0 else 16
     source = torch.arange(block)
     place = source % (block // 8) * 8 + source // (block // 8)
@@ -35,13 +44,28 @@ def unshuffled(w: Tensor, tile: int = 128) -> Tensor:
 
 
 def untiled(scale: Tensor) -> Tensor:
-    """Scales [rows, groups] from tiles of 128 rows and 4 groups."""
+    """Undo the tiling of scales into tiles of 128 rows and 4 groups.
+
+    Args:
+        scale: Tiled scales ``[rows, groups]``.
+
+    Returns:
+        ``[rows, groups]``.
+    """
     rows, groups = scale.shape
     return scale.view(rows // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, groups)
 
 
 def activation_parameters(call: Mapping[str, Any], expert: int) -> list[float | None]:
-    """Alpha, beta and limit of one expert."""
+    """Return alpha, beta and limit of one expert.
+
+    Args:
+        call: Arguments of the call by name.
+        expert: The expert.
+
+    Returns:
+        The three values; None for those not given.
+    """
     tensors = [call.get(name) for name in _PARAMETERS]
     return [None if tensor is None else float(tensor[expert]) for tensor in tensors]
 
@@ -55,7 +79,19 @@ def gated(
     *,
     activation: MoEActivation = MoEActivation.SILU,
 ) -> Tensor:
-    """The library's gated activation; SwiGLU as gpt-oss has it where alpha or beta is given."""
+    """Apply the library's gated activation; SwiGLU as in gpt-oss if alpha or beta is given.
+
+    Args:
+        up: Up projections.
+        gate: Gate projections.
+        alpha: Alpha, or None.
+        beta: Beta, or None.
+        limit: Clamp limit, or None.
+        activation: Activation without alpha and beta.
+
+    Returns:
+        The activated values.
+    """
     both = torch.cat((gate, up), 1)
     if alpha is None and beta is None:
         return apply_moe_activation(activation, both, None if limit is None else ActivationParams(limit=limit))
@@ -64,7 +100,14 @@ def gated(
 
 
 def kernel_routing(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(ids, weights float32) of a call whose kernel routes."""
+    """Route a call whose kernel routes internally.
+
+    Args:
+        call: Arguments of the call by name.
+
+    Returns:
+        (ids, float32 weights).
+    """
     method, factor = RoutingMethodType(call["routing_method_type"]), call["routed_scaling_factor"]
     groups = {}
     if method is RoutingMethodType.DeepSeekV3:
@@ -82,7 +125,14 @@ def kernel_routing(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def given_routing(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(ids, weights) of a call that is given both."""
+    """Return the routing that a call is given.
+
+    Args:
+        call: Arguments of the call by name.
+
+    Returns:
+        (ids, weights).
+    """
     ids, weights = call["topk_ids"]
     ensure(ids.dtype is torch.int32, f"topk_ids are {ids.dtype}")
     unused = ("routing_bias", "n_group", "topk_group", "routed_scaling_factor")
@@ -91,16 +141,29 @@ def given_routing(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def check_ids(call: Mapping[str, Any], ids: Tensor) -> None:
-    """The library knows no id of no expert, and counts experts by fours."""
+    """Check ids as the library requires: valid experts only, and a multiple of 4 experts.
+
+    Args:
+        call: Arguments of the call by name.
+        ids: Expert ids.
+    """
     count = call["num_experts"]
     ensure(count % 4 == 0 and count > call["top_k"], f"{count} experts for top-{call['top_k']}")
     ensure(bool(((ids >= 0) & (ids < count)).all()), f"ids from {ids.min()} to {ids.max()} for {count} experts")
 
 
 def doubled(experts: type[Any], library: object, **changes: Any) -> type[Any]:
-    """``experts`` with a double in the library's place; ``changes`` of the claims.
+    """Replace the library of an experts class with a double.
 
-    By default for layers of few experts, since a double computes one after another.
+    By default, the double is limited to few experts, since it computes them one by one.
+
+    Args:
+        experts: Experts class.
+        library: The double.
+        **changes: Claims to replace.
+
+    Returns:
+        The derived class.
     """
     few = min(experts.claims.max_experts, 12)
     claims = replace(experts.claims, **{"requires": (TRITON,), "max_experts": few, **changes})
@@ -109,9 +172,14 @@ def doubled(experts: type[Any], library: object, **changes: Any) -> type[Any]:
 
 
 def check_ranks(experts: type[FusedMoEExperts], config: FusedMoEConfig, whole: MoEWeights) -> None:
-    """Two ranks' results add up to the whole layer's, and another expert map than a rank's gives NaN.
+    """Check that the results of two ranks add up to the whole layer's.
 
-    ``experts``: of the double; ``whole``: weights of all experts, half of which each rank has.
+    An expert map other than the rank's must give NaN.
+
+    Args:
+        experts: Experts class of the double.
+        config: The whole layer.
+        whole: Weights of all experts; each rank has half of them.
     """
     torch.manual_seed(0)
     x = torch.randn(5, config.hidden_size, dtype=torch.bfloat16)
@@ -137,7 +205,7 @@ def check_ranks(experts: type[FusedMoEExperts], config: FusedMoEConfig, whole: M
         ensure(bool(run(layer, part, expert_map.roll(1)).isnan().all()), "a rolled expert map is taken")
         expert_map[own] = torch.arange(local, dtype=torch.int32).flip(0)
         ensure(bool(run(layer, part, expert_map).isnan().all()), "an expert map in another order is taken")
-    # each sum is rounded to bfloat16 once: by at most 2^-8 of itself
+    # Each sum is rounded to bfloat16 once, by at most 2^-8 of its magnitude.
     bound = (expected.abs() + parts[0].abs() + parts[1].abs()) * 2**-8
     wrong = (parts[0] + parts[1] - expected).abs() > bound + 2**-20
     ensure(not bool(wrong.any()), f"{int(wrong.sum())} elements differ from the whole layer's")

@@ -1,7 +1,8 @@
-"""Modular mixture-of-experts layers: the interface, selection, checkpoint reading and kernels that all schemes share.
+"""Modular mixture-of-experts layers: interface, backend selection, loading and kernels.
 
-Schemes are separate packages (``moe-fp8``, ``moe-mxfp4``, ``moe-int8``, ``moe-wna16``, or a third party's), found
-through entry points.  Importing this package imports nothing else: each public name loads its module on first use.
+Everything here is shared by all quantization schemes. The schemes are separate packages (``moe-fp8``, ``moe-mxfp4``,
+``moe-int8``, ``moe-wna16``, or third-party ones) and are found through entry points. Importing this package imports
+nothing else: each public name loads its module on first use.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: public names by the module that defines them
+#: Public names, grouped by the module that defines them.
 _HOMES = {
     "checkpoint": ("Checkpoint",),
     "errors": (

@@ -1,12 +1,11 @@
-"""The exceptions of the project.
+"""Exceptions, warnings and argument checks of the project.
 
-Everything a caller, a checkpoint or an installation can get wrong raises a
-subclass of :class:`MoEError` whose message names the thing, what was found,
-what was expected and, where there is one, the remedy.  The command line turns
-every :class:`MoEError` into one paragraph and exit code 2.
+Every mistake in a call, a checkpoint or an installation raises a subclass of :class:`MoEError`. Its message names the
+object, the value found, the value expected and, where there is one, the remedy. The command line prints every
+:class:`MoEError` as one paragraph and exits with code 2.
 
-Names come from files that nobody has looked at: what a terminal or a log would
-take as a command is escaped here, in every message (:func:`printable`).
+Names in messages can come from untrusted files. Every message therefore escapes the characters that a terminal or a
+log would interpret as control sequences (:func:`printable`).
 """
 
 from __future__ import annotations
@@ -18,13 +17,21 @@ from typing import Any, ClassVar
 
 import torch
 
-#: longest sentence of an error; a name in a broken file may have megabytes
+#: Maximum length of an error message: a name in a corrupt file can be megabytes long.
 MAX_MESSAGE = 10_000
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """``text`` with what is no printable character (control, format and bidi characters, line ends, lone surrogates)
-    as an escape like ``\\x1b``, except those in ``keep``.
+    """Replace non-printable characters of ``text`` with escapes like ``\\x1b``.
+
+    Non-printable are control, format and bidi characters, line ends and lone surrogates.
+
+    Args:
+        text: The text to escape.
+        keep: Characters to leave as they are.
+
+    Returns:
+        The escaped text.
     """
     if text.isprintable():
         return text
@@ -41,13 +48,15 @@ def _shown(text: str, keep: str) -> str:
 
 
 class MoEError(Exception):
-    """Base of every error that this project raises on purpose.
+    """Base class of every error that this project raises on purpose.
 
-    ``message`` says what is wrong and what to do, in a sentence.  ``details``: what was tried or found on the way, a
-    line each; ``str()`` has both, the command line prints the details where it is asked to (``-v``).
+    Attributes:
+        message: One sentence that states what is wrong and what to do.
+        details: What was tried or found on the way, one line each. ``str()`` includes the details; the command line
+            prints them with ``-v``.
     """
 
-    #: characters that are no printable ones and stay; reports have lines
+    #: Non-printable characters that are not escaped: reports have several lines.
     _KEPT: ClassVar[str] = "\n\t"
 
     def __init__(self, message: str = "", *, details: str = "") -> None:
@@ -60,63 +69,76 @@ class MoEError(Exception):
 
 
 class ConfigError(MoEError, ValueError):
-    """A configuration that contradicts itself or names something unknown."""
+    """Configuration that contradicts itself or contains an unknown name."""
 
 
 class TensorError(MoEError, ValueError):
-    """A tensor of the wrong shape, dtype, device, layout or content."""
+    """Tensor with the wrong shape, dtype, device, layout or content."""
 
 
 class CheckpointError(MoEError, ValueError):
-    """A checkpoint folder or file that is missing, broken, unsafe or not understood."""
+    """Checkpoint folder or file that is missing, corrupt, unsafe or not supported."""
 
-    # one line: what looks like another one comes from a name
+    # These messages are one line: a line break can only come from a name in the file.
     _KEPT = ""
 
 
 class CheckpointWarning(UserWarning):
-    """Something that a checkpoint does not say had to be assumed."""
+    """Warning about a value that the checkpoint does not state and the reader assumed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_shown(message, ""))
 
 
 class RegistryError(MoEError, LookupError):
-    """A scheme, backend or format that is not installed, or is installed wrongly."""
+    """Scheme, backend or format that is not installed, or whose installation is broken."""
 
 
 class SchemeNotInstalledError(RegistryError):
-    """A known or unknown scheme that no installed package provides."""
+    """Scheme that no installed package provides, whether or not its name is known."""
 
 
 class ProtocolVersionError(RegistryError):
-    """A plug-in was built for another version of the declared API, or states none."""
+    """Plug-in that was built for another API version, or that states none."""
 
 
 class PluginWarning(UserWarning):
-    """A plug-in, or a part of one, was left out because it does not work; everything else does."""
+    """Warning about a plug-in, or a part of one, that is disabled because it does not work.
+
+    Everything else keeps working.
+    """
 
 
 class ExpertsLeftOutWarning(UserWarning):
-    """A state dict does not hold the experts that moe_core runs."""
+    """Warning that a state dict does not contain the experts that moe_core runs."""
 
 
 class FallbackWarning(UserWarning):
-    """No GPU kernel fits a layer on a GPU, which a loop of torch operations driven by the host runs instead."""
+    """Warning that a GPU layer runs as a host-driven loop of torch operations.
+
+    No GPU kernel supports the layer.
+    """
 
 
 class CommunicationError(MoEError, RuntimeError):
-    """A call between ranks did not end: a rank has died, hangs, or makes another call."""
+    """Collective call that did not finish: a rank died, hangs or made a different call."""
 
 
 class UnsupportedDeviceError(MoEError, RuntimeError):
-    """A kernel was started on a device that it cannot run on."""
+    """Kernel launch on a device that the kernel does not support."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """What to add to an error about an unknown name: "; did you mean 'triton'?", nothing if no known one is close.
+    """Suggest known names for an unknown one, as a suffix for an error message.
 
-    Names that begin with it come first, up to four: "fp8" is meant for 'fp8_per_block' and not for 'mxfp8'.
+    Names that start with the unknown one come first, up to four: 'fp8' suggests 'fp8_per_block', not 'mxfp8'.
+
+    Args:
+        name: The unknown name.
+        known: The valid names.
+
+    Returns:
+        Text such as ``"; did you mean 'triton'?"``; an empty string if no known name is close.
     """
     lower = {other.lower(): other for other in known}
     asked = str(name)[:100].lower()
@@ -127,18 +149,33 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def with_widths_of(name: object, known: Iterable[str]) -> list[str]:
-    """Those of ``known`` that may be meant by a name of number formats: widths are not mistyped.
+    """Select the names in ``known`` whose bit widths match those in ``name``.
 
-    "w4afp8" is not "w8a8_fp8", but "w8a8" may be.
+    Users mistype letters of a number format but not its widths: "w4afp8" cannot mean "w8a8_fp8", while "w8a8" can.
+
+    Args:
+        name: The unknown name of a number format.
+        known: The valid names.
+
+    Returns:
+        The names whose digits start with the digits of ``name``.
     """
     digits = re.findall(r"\d", str(name)[:100])
     return [other for other in known if re.findall(r"\d", other)[: len(digits)] == digits]
 
 
 def check_instance(name: str, value: Any, *kinds: type) -> None:
-    """Raise :class:`ConfigError`, with the argument's ``name``, unless ``value`` is of one of ``kinds``.
+    """Raise :class:`ConfigError` unless ``value`` is an instance of one of ``kinds``.
 
-    True and False are not integers here.
+    True and False do not count as integers.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: The value to check.
+        *kinds: The accepted types.
+
+    Raises:
+        ConfigError: ``value`` has another type.
     """
     if isinstance(value, kinds) and (type(value) is not bool or bool in kinds):
         return
@@ -149,7 +186,15 @@ def check_instance(name: str, value: Any, *kinds: type) -> None:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raise :class:`TensorError` unless ``value`` is a dense ``torch.Tensor``."""
+    """Raise :class:`TensorError` unless ``value`` is a dense ``torch.Tensor``.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: The value to check.
+
+    Raises:
+        TensorError: ``value`` is not a tensor, or is not dense.
+    """
     if not isinstance(value, torch.Tensor):
         kind = "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"
         raise TensorError(f"{name} is {kind.replace('builtins.', '')}, expected a torch.Tensor")
@@ -158,16 +203,32 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_sign(name: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`TensorError` for a view whose memory, which kernels read, holds the negatives of its values."""
+    """Raise :class:`TensorError` for a tensor whose negative bit is set.
+
+    Kernels read the memory of such a view directly, which holds the negated values.
+
+    Args:
+        name: Name of the argument, for the message.
+        tensor: The tensor to check.
+
+    Raises:
+        TensorError: The negative bit of ``tensor`` is set.
+    """
     if tensor.is_neg():
         raise TensorError(f"{name} is a view whose sign is still to be changed, expected {name}.resolve_neg()")
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
-    """Raise :class:`TensorError` unless ``tensor`` is a dense tensor of the expected shape.
+    """Raise :class:`TensorError` unless ``tensor`` is dense and has the expected shape.
 
-    An integer in ``expected`` must match; a string stands for any size and
-    is only printed, e.g. ``("E", 2048)``.
+    Args:
+        name: Name of the argument, for the message.
+        tensor: The tensor to check.
+        expected: The shape, e.g. ``("E", 2048)``. An integer must match; a string stands for any size and is only
+            printed.
+
+    Raises:
+        TensorError: ``tensor`` is not a dense tensor, or has another shape.
     """
     check_tensor(name, tensor)
     found = tuple(tensor.shape)
@@ -182,8 +243,17 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) 
 
 
 def check_dtype(name: str, tensor: torch.Tensor, expected: Sequence[torch.dtype]) -> None:
-    """Raise :class:`TensorError` unless ``tensor.dtype`` is one of ``expected``."""
-    # every call of a kernel asks: what fits is seen first
+    """Raise :class:`TensorError` unless ``tensor.dtype`` is one of ``expected``.
+
+    Args:
+        name: Name of the argument, for the message.
+        tensor: The tensor to check.
+        expected: The accepted dtypes.
+
+    Raises:
+        TensorError: ``tensor`` is not a dense tensor, or has another dtype.
+    """
+    # Every kernel call runs this check, so the valid case comes first.
     if isinstance(expected, tuple) and getattr(tensor, "dtype", None) in expected:
         return
     check_tensor(name, tensor)

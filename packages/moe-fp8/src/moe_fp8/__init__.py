@@ -1,4 +1,4 @@
-"""FP8 mixture-of-experts for moe-core: oracle, checkpoint formats, expert kernels."""
+"""FP8 and MXFP8 mixture-of-experts for moe-core: oracle, checkpoint formats, expert kernels."""
 
 from moe_fp8.methods import Fp8OnlineMoEMethod, ModelOptMxfp8MoEMethod
 from moe_fp8.online import quantize_moe_weights

@@ -1,7 +1,7 @@
-"""Canonical e4m3 weights as `moe_fp8.kernels.marlin_e4m3` reads them.
+"""Conversion of canonical e4m3 weights to the layout of `moe_fp8.kernels.marlin_e4m3`.
 
-Groups of zeros, to which quantisers give any scale, have none here: they do not decide what a row's scales are relative
-to.  A scale that is not finite stays so.
+Quantizers assign arbitrary scales to all-zero groups. These are ignored here: they do not affect a row's reference
+scale. A non-finite scale stays non-finite.
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ from moe_core.api.kernels import Converted
 from torch import Tensor
 from torch.nn import functional as F
 
-#: rows of a half that a scale of blocks is kept for: every block has a multiple
+#: rows of a half per stored block scale: every block height is a multiple
 _ROWS = 64
-#: the byte of a row's largest MXFP8 scale: a bfloat16 exponent of 120
+#: byte of a row's largest MXFP8 scale: a bfloat16 exponent of 120
 _LARGEST = 247
 
 
 def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool = False) -> Converted:
-    """One of the two matrices of canonical weights; see :class:`moe_core.spec.weights.MoEWeights` for the tensors.
+    """Convert one of the two matrices of canonical weights.
 
-    ``weights`` e4m3 [E, rows, K]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
+    See :class:`moe_core.spec.weights.MoEWeights` for the tensors.
+
+    Args:
+        weights: e4m3 [E, rows, K].
+        scale: scales in canonical form.
+        key: quantization of the weights.
+        gated: rows are gate, then up; they are interleaved in blocks of 8.
+
+    Returns:
+        Words and scales in the kernels' layout.
     """
     codes, parts, shape = weights.view(torch.uint8), 2 if gated else 1, key.group_shape
     rows, columns = codes.shape[1:]
@@ -37,7 +46,7 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
         return Converted.of(words, wide, -1, interleaved=gated)
     counting = torch.where(_counting(codes, shape, parts) | ~wide.isfinite(), wide, 0.0)
     scales, largest = relative_scales(counting, power_of_two=False)
-    # each part has its own last row of blocks
+    # the block rows of each part end separately
     channel_scales = _repeat(largest[:, :, None], shape.row, rows // parts, parts)[:, :, 0]
     scales = _repeat(scales, shape.row // _ROWS, -(-(rows // parts) // _ROWS), parts)
     return Converted(
@@ -46,7 +55,7 @@ def convert_e4m3(weights: Tensor, scale: Tensor, key: QuantKey, *, gated: bool =
 
 
 def _in_pairs(scales: Tensor, gated: bool) -> Tensor:
-    """[E, rows of blocks, groups] as `moe_fp8.kernels.marlin_e4m3` reads them: a pair for every 128 rows of words."""
+    """Rearrange [E, block rows, groups] into scale pairs, one for every 128 rows of words."""
     experts, count, groups = scales.shape
     scales = F.pad(scales, (0, groups % 2, 0, count % 2))
     shape = (experts, 2, -1, groups + groups % 2) if gated else (experts, -1, 2, groups + groups % 2)
@@ -55,14 +64,14 @@ def _in_pairs(scales: Tensor, gated: bool) -> Tensor:
 
 
 def _repeat(values: Tensor, times: int, rows: int, parts: int) -> Tensor:
-    """[E, parts * R, C]: each row ``times``, the first ``rows`` of every part."""
+    """Repeat each row of [E, parts * R, C] ``times``, keeping the first ``rows`` of every part."""
     experts, blocks, groups = values.shape
     repeated = values.view(experts, parts, blocks // parts, groups).repeat_interleave(times, 2)
     return repeated[:, :, :rows].flatten(1, 2)
 
 
 def _counting(codes: Tensor, shape: GroupShape, parts: int) -> Tensor:
-    """bool, of the scales' shape: which groups have numbers other than zero."""
+    """Return bool of the scales' shape: whether a group has nonzero values."""
     experts, rows, columns = codes.shape
     grid = shape.grid(rows // parts, columns)
     out = torch.empty(experts, parts * grid[0], grid[1], dtype=torch.bool, device=codes.device)

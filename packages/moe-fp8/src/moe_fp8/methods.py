@@ -1,4 +1,4 @@
-"""Whole layers for engines that keep their weights as parameters of a module: create, load, process, apply.
+"""Layer methods for engines with weights as module parameters: create, load, process, apply.
 
 ::
 
@@ -9,12 +9,12 @@
     method.process_weights_after_loading(layer)       # select and convert, once; again after a reload
     y = method.apply(layer, x, topk_weights=topk_weights, topk_ids=topk_ids)
 
-A method is thin: the functions of :mod:`moe_fp8.oracle` do the work, and the quant keys alone say what the weights are.
+A method is a thin wrapper: the functions of :mod:`moe_fp8.oracle` do the work, and the quant keys alone describe the
+weights.
 
-Processing is idempotent.  Parameters that the backend's layout leaves as they are stay the kernel's own memory; others
-are freed once they are converted.  To reload, call :meth:`Fp8MoEMethod.create_weights` (which brings freed parameters
-back), load every tensor again and process: the kernel's tensors are overwritten in place, so that captured CUDA graphs
-go on working.
+Processing is idempotent. Parameters whose layout the backend keeps share the kernel's memory; the others are freed once
+converted. To reload, call :meth:`Fp8MoEMethod.create_weights` (which restores freed parameters), load every tensor
+again and process. The kernel's tensors are then overwritten in place, so captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -57,9 +57,14 @@ _HALVES = {"w1": 0, "w3": 1, "w2": 0}
 
 
 class Fp8MoEMethod(ABC):
-    """One layer's weights as parameters of a module; subclasses say which, and what canonical weights they make.
+    """Base of methods that hold one layer's weights as module parameters.
 
-    ``config`` of the layer, ``selection`` made for it, ``kernel`` once weights were processed.
+    Subclasses define the parameters and the canonical weights built from them.
+
+    Attributes:
+        config: configuration of the layer.
+        selection: backend selected for the layer.
+        kernel: the kernel; None until weights are processed.
     """
 
     def __init__(
@@ -77,37 +82,52 @@ class Fp8MoEMethod(ABC):
 
     @abstractmethod
     def parameter_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every parameter, by name."""
+        """Return shape and dtype of every parameter, by name."""
 
     @abstractmethod
     def canonical(self, layer: nn.Module) -> MoEWeights:
-        """The canonical weights that the parameters of ``layer`` hold."""
+        """Return the canonical weights held by the parameters of ``layer``.
+
+        Args:
+            layer: module that owns the parameters.
+        """
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether the backend routes: :meth:`apply_monolithic`, not :meth:`apply`, runs the layer."""
+        """Whether the backend routes, so that :meth:`apply_monolithic` replaces :meth:`apply`."""
         return self.selection.experts.is_monolithic
 
     def create_weights(self, layer: nn.Module, *, device: torch.device | str | None = None) -> None:
-        """Register the parameters, in the checkpoint's layout; before a reload, those that were freed.
+        """Register parameters in the checkpoint's layout; before a reload, restore freed ones.
 
-        They hold NaN until they are loaded.
+        They hold NaN until loaded.
+
+        Args:
+            layer: module that owns the parameters.
+            device: where to allocate; by default the device of the existing parameter.
         """
         for name, (shape, dtype) in self.parameter_specs().items():
             known = getattr(layer, name, None)
             if isinstance(known, nn.Parameter) and name not in self._freed:
                 continue
             where = known.device if isinstance(known, nn.Parameter) and device is None else device
-            # bytes of ones are NaN in bfloat16, float16, float32, e4m3 and e8m0
+            # all-ones bytes are NaN in bfloat16, float16, float32, e4m3 and e8m0
             filled = torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8, device=where)
             layer.register_parameter(name, nn.Parameter(filled.view(dtype).view(shape), requires_grad=False))
         self._freed = frozenset()
 
     def load_weight(self, layer: nn.Module, name: str, tensor: Tensor, *, shard_id: str, expert_id: int) -> None:
-        """Copy one checkpoint tensor to its place.
+        """Copy one checkpoint tensor into its parameter.
 
-        ``name`` of the parameter; ``shard_id`` "w1" (gate, or the only matrix of a layer without a gate), "w3" (up) or
-        "w2" (down); ``expert_id`` among the local experts.  Raises TensorError for what doesn't fit.
+        Args:
+            layer: module that owns the parameters.
+            name: parameter name.
+            tensor: checkpoint tensor.
+            shard_id: "w1" (gate, or the only matrix of an ungated layer), "w3" (up) or "w2" (down).
+            expert_id: index among the local experts.
+
+        Raises:
+            TensorError: name, shard, expert, shape or dtype do not match the layer.
         """
         spec = self.parameter_specs().get(name)
         if spec is None:
@@ -130,10 +150,15 @@ class Fp8MoEMethod(ABC):
         place.copy_(tensor)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Convert what was loaded to the backend's layout and make the kernel; later, overwrite the kernel's tensors.
+        """Convert the loaded weights to the backend's layout and create the kernel.
 
-        Calling it twice changes nothing.  Raises TensorError, with the kernel as it was, for tensors that were not
-        loaded, or hold NaN.
+        Later calls overwrite the kernel's tensors. A second call without a reload changes nothing.
+
+        Args:
+            layer: module that owns the parameters.
+
+        Raises:
+            TensorError: a tensor was not loaded or holds NaN; the kernel is unchanged.
         """
         if self._freed and self.kernel is not None:
             return  # nothing can have been loaded since
@@ -158,7 +183,7 @@ class Fp8MoEMethod(ABC):
         self._free_converted(layer, self.kernel.weights)
 
     def get_fused_moe_quant_config(self) -> FusedMoEQuantConfig:
-        """Scales and biases of the kernel."""
+        """Return the kernel's scales and biases."""
         return self._kernel().weights.quant_config
 
     def apply(
@@ -171,7 +196,11 @@ class Fp8MoEMethod(ABC):
         expert_map: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """:meth:`moe_core.FusedMoEKernel.apply`; ConfigError where the backend routes by itself."""
+        """Run :meth:`moe_core.FusedMoEKernel.apply`, whose arguments these are.
+
+        Raises:
+            ConfigError: the backend does its own routing, or weights are not processed yet.
+        """
         return self._kernel().apply(
             x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, output=output
         )
@@ -186,7 +215,11 @@ class Fp8MoEMethod(ABC):
         expert_map: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """:meth:`moe_core.FusedMoEKernel.apply_monolithic`; ConfigError where the backend does not route."""
+        """Run :meth:`moe_core.FusedMoEKernel.apply_monolithic`, whose arguments these are.
+
+        Raises:
+            ConfigError: the backend does not do the routing, or weights are not processed yet.
+        """
         return self._kernel().apply_monolithic(
             x, router_logits=router_logits, correction_bias=correction_bias, expert_map=expert_map, output=output
         )
@@ -197,7 +230,7 @@ class Fp8MoEMethod(ABC):
         return self.kernel
 
     def _free_converted(self, layer: nn.Module, weights: KernelWeights) -> None:
-        """Give back parameters whose memory the kernel does not use."""
+        """Free parameters whose memory the kernel does not use."""
         used = {tensor.untyped_storage().data_ptr() for _, tensor in weights.tensors()}
         freed = set()
         for name in self.parameter_specs():
@@ -208,7 +241,7 @@ class Fp8MoEMethod(ABC):
         self._freed = frozenset(freed)
 
     def _sizes(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, rows, cols) of both weights."""
+        """Return (name, rows, columns) of both weights."""
         config = self.config
         return (
             ("w13", config.w13_rows, config.hidden_size),
@@ -224,11 +257,20 @@ class Fp8MoEMethod(ABC):
 
 
 class ModelOptMxfp8MoEMethod(Fp8MoEMethod):
-    """MXFP8 as ModelOpt writes it: e4m3 weights, uint8 e8m0 scales of 32 columns, no activation scales.
+    """Layer method for ModelOpt's MXFP8: e4m3 weights, uint8 e8m0 scales per 32 columns.
 
-    Parameters: ``w13_weight`` [E, 2N, K] e4m3 (gate rows first; [E, N, K] without a gate), ``w2_weight`` [E, K, N],
-    ``w13_weight_scale`` [E, 2N, K/32] uint8, ``w2_weight_scale`` [E, K, N/32]; with biases ``w13_bias`` [E, 2N],
-    ``w2_bias`` [E, K].  ``activation_key`` None: 16-bit activations.
+    Parameters of the layer:
+
+    - ``w13_weight`` e4m3 [E, 2N, K] (gate rows first; [E, N, K] if ungated), ``w2_weight`` e4m3 [E, K, N]
+    - ``w13_weight_scale`` uint8 [E, 2N, K/32], ``w2_weight_scale`` uint8 [E, K, N/32]
+    - with biases ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
+
+    Args:
+        config: configuration of the layer.
+        activation_key: quantization of the activations; None for 16-bit activations.
+        moe_backend: name of the backend, or "auto".
+        device: device to select a backend for.
+        prepare_finalize: dispatch and combine steps around the experts.
     """
 
     def __init__(
@@ -268,10 +310,17 @@ class ModelOptMxfp8MoEMethod(Fp8MoEMethod):
 
 
 class Fp8OnlineMoEMethod(Fp8MoEMethod):
-    """16-bit parameters that are quantised when they are processed (:mod:`moe_fp8.online`).
+    """16-bit parameters that are quantized when they are processed (:mod:`moe_fp8.online`).
 
-    Parameters: ``w13_weight`` [E, 2N, K], ``w2_weight`` [E, K, N] in the config's dtype; with biases ``w13_bias``
-    [E, 2N], ``w2_bias`` [E, K].
+    Parameters of the layer: ``w13_weight`` [E, 2N, K] and ``w2_weight`` [E, K, N] in the config's dtype; with biases
+    ``w13_bias`` [E, 2N] and ``w2_bias`` [E, K].
+
+    Args:
+        config: configuration of the layer.
+        quantize: name of an online quantization, or the quantization itself.
+        moe_backend: name of the backend, or "auto".
+        device: device to select a backend for.
+        prepare_finalize: dispatch and combine steps around the experts.
     """
 
     def __init__(
@@ -313,7 +362,10 @@ class Fp8OnlineMoEMethod(Fp8MoEMethod):
 
 
 def _refuse_nan(name: str, tensor: Tensor) -> None:
-    """TensorError where ``tensor`` [E, ...] holds NaN; looks at one expert at a time, and waits for a GPU once."""
+    """Raise TensorError if ``tensor`` [E, ...] holds NaN.
+
+    Checks expert by expert, with one GPU synchronization.
+    """
     if not tensor.numel():
         return
     flags = []

@@ -1,7 +1,7 @@
-"""FP8 and MXFP8 from 16-bit experts, at load.
+"""Online FP8 and MXFP8 quantization of 16-bit experts, at load.
 
-Weight scales come from the largest magnitude of what shares them (:mod:`moe_core.reference.quantization`), activations
-are quantised at run time.  A name that ends in ``_w8a16`` asks for 16-bit activations; nothing else ever gets them.
+A weight scale is derived from the largest magnitude in its group (:mod:`moe_core.reference.quantization`). Activations
+are quantized at run time. Only names that end in ``_w8a16`` use 16-bit activations.
 
 =====================  =========================================  ======================================
 name                   weight scales                              activations
@@ -36,7 +36,7 @@ _KEYS = {
     "mxfp8": (kMxfp8Static, kMxfp8Dynamic),
 }
 
-#: What the scheme fp8 makes of 16-bit experts.
+#: Online quantizations of the fp8 scheme.
 ONLINE = (
     *(OnlineQuantization(name, "fp8", weight, activation) for name, (weight, activation) in _KEYS.items()),
     *(OnlineQuantization(f"{name}_w8a16", "fp8", weight, None) for name, (weight, _) in _KEYS.items()),
@@ -44,10 +44,17 @@ ONLINE = (
 
 
 def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization) -> MoEWeights:
-    """Canonical 16-bit ``weights`` (bfloat16, float16 or float32) in the canonical form of ``quantize``.
+    """Quantize canonical 16-bit weights; runs at memory bandwidth on a GPU.
 
-    ``w13`` [E, 2N, K] (or [E, N, K] without a gate) and ``w2`` [E, K, N] become e4m3 codes with scales as in
-    :func:`moe_core.spec.weights.scale_shape`; biases are carried through.  On a GPU at the memory's speed.
-    Raises TensorError for weights that are quantised already, ConfigError for an unknown name.
+    Args:
+        weights: bfloat16, float16 or float32, with ``w13`` [E, 2N, K] (or [E, N, K] if ungated) and ``w2`` [E, K, N].
+        quantize: name of an online quantization, or the quantization itself.
+
+    Returns:
+        e4m3 codes with scales as in :func:`moe_core.spec.weights.scale_shape`; biases are passed through.
+
+    Raises:
+        TensorError: the weights are already quantized.
+        ConfigError: unknown name.
     """
     return registry().online(quantize).quantize(weights)

@@ -1,4 +1,4 @@
-"""The functions that engines know the FP8 schemes by."""
+"""Engine-facing functions of the FP8 schemes, under the names that engines use."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = SchemeFunctions(SCHEME)
 
-#: the backend for a layer of e4m3 weights, and of MXFP8 ones
+#: Select the backend of a layer with e4m3 weights, and with MXFP8 weights.
 select_fp8_moe_backend = _FUNCTIONS.select("fp8", __name__)
 select_mxfp8_moe_backend = _FUNCTIONS.select("mxfp8", __name__)
-#: the experts classes of a backend
+#: Return the experts classes of a backend.
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
-#: what an engine's option names, as a backend
+#: Map an engine's option to a backend.
 map_fp8_backend = _FUNCTIONS.map_backend
-#: every backend in order of preference for a request
+#: List all backends in order of preference for a request.
 get_priority_backends = _FUNCTIONS.get_priority_backends
-#: prepare + the selected experts + finalize around converted weights
+#: Build a kernel from converted weights: prepare, the selected experts, finalize.
 make_fp8_moe_kernel = _FUNCTIONS.make_kernel
 
 
@@ -49,10 +49,24 @@ def convert_to_fp8_moe_kernel_format(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> KernelWeights:
-    """Checkpoint tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
+    """Convert one layer's tensors to the selected backend's layout; inputs are unchanged.
 
-    ``w13`` [E, 2N, K] e4m3 (gate rows first), ``w2`` [E, K, N] e4m3; scales as in
-    :func:`moe_core.spec.weights.scale_shape`; biases [E, 2N] and [E, K].  Raises TensorError.
+    Args:
+        selection: result of a select function.
+        w13: e4m3 [E, 2N, K], gate rows first.
+        w2: e4m3 [E, K, N].
+        w13_scale: scales of ``w13`` as in :func:`moe_core.spec.weights.scale_shape`.
+        w2_scale: scales of ``w2``.
+        w13_input_scale: static scales of the input of ``w13``.
+        w2_input_scale: static scales of the input of ``w2``.
+        w13_bias: [E, 2N].
+        w2_bias: [E, K].
+
+    Returns:
+        Weights in the backend's layout.
+
+    Raises:
+        TensorError: the tensors do not fit the selection.
     """
     return _FUNCTIONS.convert(
         selection,
@@ -82,14 +96,28 @@ def make_fp8_moe_quant_config(
     per_out_ch_quant: bool = False,
     weight_only: bool = False,
 ) -> FusedMoEQuantConfig:
-    """Scales and biases of e4m3 weights, for every kind of them and every backend.  All by keyword.
+    """Build the quant config of e4m3 weights of any scale type, for every backend.
 
-    - ``weight_key``, ``activation_key`` say the kinds outright, as a selection has them; activation None: 16 bits
-    - without a ``weight_key`` the older switches say them: ``block_shape`` ((1, 32) with uint8 scales is MXFP8),
-      ``per_out_ch_quant``, ``per_act_token_quant``, ``weight_only`` (16-bit activations: kernels that dequantise
-      weights, on GPUs and CPUs alike)
+    ``weight_key`` and ``activation_key`` state the schemes directly, as a selection does. Without a ``weight_key`` the
+    older
+    switches determine them.
 
-    Raises ConfigError where the switches, the keys and the tensors contradict each other.
+    Args:
+        w1_scale: scales of ``w13``.
+        w2_scale: scales of ``w2``.
+        a1_scale: static scales of the first GEMM's input.
+        a2_scale: static scales of the second GEMM's input.
+        w1_bias: [E, 2N].
+        w2_bias: [E, K].
+        weight_key: quantization of the weights.
+        activation_key: quantization of the activations; None for 16-bit activations.
+        block_shape: rows and columns per scale; (1, 32) with uint8 scales is MXFP8.
+        per_act_token_quant: one activation scale per token.
+        per_out_ch_quant: one weight scale per output channel.
+        weight_only: 16-bit activations; selects kernels that dequantize weights, on GPUs and CPUs.
+
+    Raises:
+        ConfigError: switches, keys and tensors contradict each other.
     """
     if weight_key is not None:
         if block_shape is not None or per_act_token_quant or per_out_ch_quant:

@@ -1,4 +1,4 @@
-"""A small checkpoint in the format of Qwen3-MoE's FP8 releases, with random weights."""
+"""Small random-weight checkpoint in the format of Qwen3-MoE's FP8 releases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,15 @@ CONFIG = {
 
 
 def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """The MoE block of one layer: router, and per expert e4m3 weights with float32 block scales."""
+    """Generate one layer's MoE block: router, and per expert FP8 weights with block scales.
+
+    Args:
+        layer: index of the layer.
+        generator: source of the random weights.
+
+    Returns:
+        Tensors by checkpoint name.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
@@ -69,7 +77,12 @@ def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, seed: int = 0) -> None:
-    """Write config.json, one shard per layer, and their index into ``folder``."""
+    """Write config.json, one safetensors shard per layer and the index.
+
+    Args:
+        folder: target folder.
+        seed: seed of the random weights.
+    """
     generator = torch.Generator().manual_seed(seed)
     shards = (
         (f"model-{layer + 1:05d}-of-{LAYERS:05d}.safetensors", layer_tensors(layer, generator))

@@ -1,4 +1,4 @@
-"""The FP8 schemes as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The FP8 schemes as data, registered with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Fp8MoeBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
+    """Backends of this package; the entry points of other packages name theirs."""
 
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
@@ -34,7 +34,7 @@ class Fp8MoeBackend(StrEnum):
     TORCH = "torch"
 
 
-#: what libraries come after on sm_90
+#: backends that precede libraries on sm_90
 _OWN = (Fp8MoeBackend.MARLIN.value, Fp8MoeBackend.BATCHED_MARLIN.value, Fp8MoeBackend.TRITON.value)
 
 
@@ -45,7 +45,7 @@ def _order(
     weight_key: QuantKey | None,
     activation_key: QuantKey | None,
 ) -> tuple[Backend, ...]:
-    """Libraries where they are installed, Marlin-class kernels, Triton, plain torch; on sm_90 libraries come last."""
+    """Order backends: libraries, Marlin-class, Triton, torch; on sm_90 libraries come last."""
     if device.capability // 10 != 9:
         return table
     own = [backend for backend in table if backend.name in _OWN]
@@ -64,8 +64,8 @@ def _not_mxfp8(key: QuantKey | None) -> str | None:
     return None
 
 
-#: e4m3 weights.  "triton" asks for Marlin-class kernels too: they are Triton's, and the only ones for 16-bit
-#: activations.
+#: Scheme of e4m3 weights. "triton" also selects the Marlin-class kernels, which are written in Triton and are the only
+#: ones for 16-bit activations.
 SCHEME = SchemeSpec(
     name="fp8",
     interface_api=(1, 0),

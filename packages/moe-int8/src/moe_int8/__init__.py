@@ -1,4 +1,4 @@
-"""INT8 mixture-of-experts for moe-core: W8A8, W8A16 and W4A8; oracle, checkpoint formats, expert kernels."""
+"""INT8 mixture-of-experts for moe-core: W8A8, W8A16, W4A8; oracle, formats, expert kernels."""
 
 from moe_int8.online import quantize_moe_weights
 from moe_int8.oracle import (

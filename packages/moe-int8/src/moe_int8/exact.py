@@ -1,4 +1,4 @@
-"""Products of int8 codes, summed in int32 without rounding, in plain torch."""
+"""Products of int8 codes, accumulated exactly in int32, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from torch.nn import functional as F
 
 #: columns whose products float32 sums exactly: 2**10 * 128 * 128 = 2**24
 _EXACT_IN_FLOAT = 1024
-#: rows of activations up to which several groups are multiplied in one call, and rows of such a call
+#: activation rows up to which several groups are multiplied in one call, and maximum rows of such a call
 _FEW_ROWS, _CALL_ROWS = 8, 32
 
 
 def exact_product(x: Tensor, w: Tensor) -> Tensor:
-    """``x`` [R, K] times ``w`` [rows, K] transposed: int32 [R, rows], exact for K < 2**17.
+    """Multiply int8 codes exactly: ``x`` times ``w`` transposed, for K < 2**17.
 
-    On a CPU one call of its int8 instructions where those are exact (VNNI, and like it), which reads the codes as they
-    are; elsewhere float32 products of as many columns as float32 sums exactly.
+    On a CPU whose int8 instructions are exact (VNNI or similar) this is one call, which reads the codes directly.
+    Otherwise
+    float32 products are used, over as many columns as float32 sums exactly.
+
+    Args:
+        x: int8 [R, K].
+        w: int8 [rows, K].
+
+    Returns:
+        int32 [R, rows].
     """
     if x.device.type == "cpu" and _int_mm_is_exact():
         return torch._int_mm(x, w.mT)
@@ -32,10 +40,17 @@ def exact_product(x: Tensor, w: Tensor) -> Tensor:
 def scaled_product(
     x: Tensor, w: Tensor, scale: Tensor, *, zero_point: Tensor | None = None, code_sums: Tensor | None = None
 ) -> Tensor:
-    """float32 [R, rows]: sums over the columns of each of G groups, exact, times the groups' scales, and added up.
+    """Sum the codes of each group exactly, scale each group's sum and add them up.
 
-    ``x`` [R, K] and ``w`` [rows, K] int8; ``scale`` [rows, G] float32.  With ``zero_point`` [R, 1] int32 of ``x``,
-    ``code_sums`` [rows, G] int32 are the sums of ``w`` over each group.
+    Args:
+        x: int8 [R, K].
+        w: int8 [rows, K].
+        scale: float32 [rows, G].
+        zero_point: int32 [R, 1], zero points of ``x``.
+        code_sums: int32 [rows, G], sums of ``w`` over each group; needed with ``zero_point``.
+
+    Returns:
+        float32 [R, rows].
     """
     groups = scale.shape[1]
     size = w.shape[1] // groups
@@ -56,7 +71,7 @@ def scaled_product(
 
 
 def _together(rows: int, groups: int) -> int:
-    """Groups that one call multiplies: with few rows, calls cost more than products with zeros."""
+    """Return the groups per call: with few rows, calls cost more than products with zeros."""
     count = 1
     while rows <= _FEW_ROWS and groups % (2 * count) == 0 and 2 * count * rows <= _CALL_ROWS:
         count *= 2
@@ -64,7 +79,10 @@ def _together(rows: int, groups: int) -> int:
 
 
 def _spread(x: Tensor, groups: int, together: int) -> Tensor:
-    """``x`` [R, K] as [groups / together, together * R, columns]: in each copy of the rows, one group's columns."""
+    """Spread ``x`` [R, K] so that each copy of the rows holds one group's columns.
+
+    The result is [groups / together, together * R, columns].
+    """
     rows, size = len(x), x.shape[1] // groups
     blocks = groups // together
     spread = torch.zeros(blocks, together, rows, together, size, dtype=x.dtype, device=x.device)
@@ -74,7 +92,10 @@ def _spread(x: Tensor, groups: int, together: int) -> Tensor:
 
 @functools.cache
 def _int_mm_is_exact() -> bool:
-    """Whether the CPU's int8 products are: instructions older than VNNI add pairs of products in saturating int16."""
+    """Return whether the CPU's int8 products are exact.
+
+    Instructions older than VNNI add pairs of products in saturating int16.
+    """
     for code, other in ((-128, -128), (127, -128), (127, 127)):
         for rows in (1, 16):
             x = torch.full((rows, 64), code, dtype=torch.int8, device="cpu")

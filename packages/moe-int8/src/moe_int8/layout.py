@@ -1,4 +1,4 @@
-"""What the Triton backends make of canonical weights when they convert them."""
+"""Conversion of canonical weights for the Triton backends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from torch import Tensor
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """Sums of the codes of each row: int32 [E, rows] of int8 ``weights`` [E, rows, K]."""
-    # expert by expert: a sum makes wider numbers first on some devices
+    """Sum the codes of each row.
+
+    Args:
+        weights: int8 [E, rows, K].
+
+    Returns:
+        int32 [E, rows].
+    """
+    # expert by expert: on some devices a sum first creates a wider copy
     sums = torch.empty(weights.shape[:2], dtype=torch.int32, device=weights.device)
     for expert, codes in zip(sums, weights, strict=True):
         expert.copy_(codes.sum(dim=1, dtype=torch.int32))
@@ -16,21 +23,41 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def scale_and_zero(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scales [E] float32 and zero points [E] int32 as one int64 each: the scale's bits in the low half."""
+    """Pack scales and zero points into int64 words, the scale's bits in the low half.
+
+    Args:
+        scale: float32 [E].
+        zero: int32 [E].
+
+    Returns:
+        int64 [E].
+    """
     low = scale.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     return (zero.long() << 32) | low
 
 
 def int4_half(group_size: int) -> int:
-    """Columns of a step in the lower four bits of bytes, and in the upper; ``group_size`` -1: scales by channel."""
+    """Return how many columns of a step the lower four bits hold; the upper ones hold as many.
+
+    Args:
+        group_size: columns per scale, -1 for channel scales.
+    """
     return 64 if group_size == -1 else min(group_size, 64)
 
 
 def pack_int4(codes: Tensor, half: int) -> Tensor:
-    """Codes of -8 .. 7, int8 [E, rows, K], two in a byte: uint8 [E, rows, steps * half].
+    """Pack int4 codes in the kernels' order, two per byte.
 
-    A step is ``2 * half`` columns in ``half`` bytes: column c in the lower four bits of byte c, column c + half in the
-    upper one.  The last step is filled up with zeros.
+    A step is ``2 * half`` columns in ``half`` bytes: column c is in the lower four bits of byte c, column c + half in
+    the
+    upper four. The last step is padded with zeros.
+
+    Args:
+        codes: int8 [E, rows, K], values -8 .. 7.
+        half: columns in the lower bits of a step.
+
+    Returns:
+        uint8 [E, rows, steps * half].
     """
     experts, rows, columns = codes.shape
     steps = -(-columns // (2 * half))
@@ -43,7 +70,14 @@ def pack_int4(codes: Tensor, half: int) -> Tensor:
 
 
 def pack_unsigned_int4(codes: Tensor) -> Tensor:
-    """Codes of -8 .. 7, int8 [E, rows, K], plus 8, two in a byte, the first in the low bits: uint8 [E, rows, K / 2]."""
+    """Pack int4 codes plus 8, two per byte, the first in the low bits.
+
+    Args:
+        codes: int8 [E, rows, K], values -8 .. 7.
+
+    Returns:
+        uint8 [E, rows, K / 2].
+    """
     experts, rows, columns = codes.shape
     packed = torch.empty(experts, rows, -(-columns // 2), dtype=torch.uint8, device=codes.device)
     for out, one in zip(packed, codes, strict=True):
@@ -53,7 +87,16 @@ def pack_unsigned_int4(codes: Tensor) -> Tensor:
 
 
 def group_scales(scale: Tensor, half: int, group_size: int) -> Tensor:
-    """Scales [E, rows, groups] as float32 [E, whole steps of groups, rows], over 16; those that do not exist are 0."""
+    """Transpose group scales, divide them by 16 and pad with zeros to whole steps.
+
+    Args:
+        scale: [E, rows, groups].
+        half: columns in the lower bits of a step.
+        group_size: columns per scale.
+
+    Returns:
+        float32 [E, groups padded to whole steps, rows].
+    """
     groups = scale.shape[2]
     per_step = max(2 * half // group_size, 1)
     wide = torch.zeros(
@@ -64,7 +107,15 @@ def group_scales(scale: Tensor, half: int, group_size: int) -> Tensor:
 
 
 def scaled_row_sums(codes: Tensor, scale: Tensor) -> Tensor:
-    """Sums of the weights' rows, float32 [E, rows], of ``codes`` [E, rows, K] with ``scale`` [E, rows, groups]."""
+    """Sum the dequantized weights of each row.
+
+    Args:
+        codes: int8 [E, rows, K].
+        scale: [E, rows, groups].
+
+    Returns:
+        float32 [E, rows].
+    """
     sums = torch.empty(codes.shape[:2], dtype=torch.float32, device=codes.device)
     for out, one, own in zip(sums, codes, scale, strict=True):
         by_group = one.view(*own.shape, -1).sum(dim=2, dtype=torch.int32)

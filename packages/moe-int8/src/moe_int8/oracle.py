@@ -1,7 +1,7 @@
-"""The functions that engines know the INT8 schemes by.
+"""Engine-facing functions of the INT8 schemes, under the names that engines use.
 
-``int8`` functions are for int8 weights (W8A8, W8A16), ``w4a8_int8`` functions for int4 weights with int8 activations;
-both stand on one oracle.
+``int8`` functions are for int8 weights (W8A8, W8A16), ``w4a8_int8`` functions for int4 weights with int8 activations.
+Both share one oracle.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = SchemeFunctions(SCHEME)
 
-#: the backend for a layer of int8 weights, and of int4 ones with int8 activations
+#: Select the backend of a layer with int8 weights, and with int4 weights and int8 activations.
 select_int8_moe_backend = _FUNCTIONS.select("int8", __name__)
 select_w4a8_int8_moe_backend = _FUNCTIONS.select("w4a8_int8", __name__)
-#: the experts classes of a backend
+#: Return the experts classes of a backend.
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
-#: what an engine's option names, as a backend
+#: Map an engine's option to a backend.
 map_int8_backend = _FUNCTIONS.map_backend
-#: every backend in order of preference for a request
+#: List all backends in order of preference for a request.
 get_priority_backends = _FUNCTIONS.get_priority_backends
-#: prepare + the selected experts + finalize around converted weights
+#: Build a kernel from converted weights: prepare, the selected experts, finalize.
 make_int8_moe_kernel = _FUNCTIONS.make_kernel
 make_w4a8_int8_moe_kernel = _FUNCTIONS.make_kernel
 
@@ -60,10 +60,26 @@ def convert_to_int8_moe_kernel_format(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> KernelWeights:
-    """Checkpoint tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
+    """Convert one layer's tensors to the selected backend's layout; inputs are unchanged.
 
-    ``w13`` [E, 2N, K] int8 (gate rows first), ``w2`` [E, K, N] int8; scales float32 [E, 2N, 1] and [E, K, 1]; static
-    activation scales [E] float32 and zero points [E] int32; biases [E, 2N] and [E, K].  Raises TensorError.
+    Args:
+        selection: result of a select function.
+        w13: int8 [E, 2N, K], gate rows first.
+        w2: int8 [E, K, N].
+        w13_scale: float32 [E, 2N, 1].
+        w2_scale: float32 [E, K, 1].
+        w13_input_scale: float32 [E], static scales of the input of ``w13``.
+        w2_input_scale: float32 [E], static scales of the input of ``w2``.
+        w13_input_zero_point: int32 [E].
+        w2_input_zero_point: int32 [E].
+        w13_bias: [E, 2N].
+        w2_bias: [E, K].
+
+    Returns:
+        Weights in the backend's layout.
+
+    Raises:
+        TensorError: the tensors do not fit the selection.
     """
     return _FUNCTIONS.convert(
         selection,
@@ -90,10 +106,24 @@ def convert_to_w4a8_int8_moe_kernel_format(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> KernelWeights:
-    """:func:`convert_to_int8_moe_kernel_format` for int4 weights.
+    """Convert int4 weights, like :func:`convert_to_int8_moe_kernel_format`.
 
-    ``w13`` [E, 2N, K] and ``w2`` [E, K, N] int8, one code of -8 to 7 per byte; scales of channels float32 [E, 2N, 1]
-    and [E, K, 1], of groups of g columns [E, 2N, K/g] and [E, K, N/g] in the dtype that the key says.
+    Group scales have the dtype that the weight key specifies.
+
+    Args:
+        selection: result of a select function.
+        w13: int8 [E, 2N, K], one code of -8 to 7 per byte.
+        w2: int8 [E, K, N], one code of -8 to 7 per byte.
+        w13_scale: float32 [E, 2N, 1], or [E, 2N, K/g] for groups of g columns.
+        w2_scale: float32 [E, K, 1], or [E, K, N/g] for groups of g columns.
+        w13_bias: [E, 2N].
+        w2_bias: [E, K].
+
+    Returns:
+        Weights in the backend's layout.
+
+    Raises:
+        TensorError: the tensors do not fit the selection.
     """
     return convert_to_int8_moe_kernel_format(
         selection, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=w13_bias, w2_bias=w2_bias
@@ -115,14 +145,28 @@ def make_int8_moe_quant_config(
     per_act_token_quant: bool = True,
     weight_only: bool = False,
 ) -> FusedMoEQuantConfig:
-    """Scales, zero points and biases of int8 weights, one scale per output channel.  All by keyword.
+    """Build the quant config of int8 weights with one scale per output channel.
 
-    - ``weight_key``, ``activation_key`` say the kinds outright, as a selection has them; activation None: 16 bits
-    - without a ``weight_key``: activations dynamic per token, static where ``a1_scale`` and ``a2_scale`` [E] are given
-      (with zero points ``a1_zp``, ``a2_zp`` [E]); ``weight_only``: 16-bit activations.  Nothing is 16-bit unless it
-      says so.
+    ``weight_key`` and ``activation_key`` state the schemes directly, as a selection does. Without a ``weight_key``,
+    activations are dynamic per token, or static if ``a1_scale`` and ``a2_scale`` are given. They are 16-bit only with
+    ``weight_only``.
 
-    Raises ConfigError where the switches, the keys and the tensors contradict each other.
+    Args:
+        w1_scale: scales of ``w13``.
+        w2_scale: scales of ``w2``.
+        a1_scale: [E], static scales of the first GEMM's input.
+        a2_scale: [E], static scales of the second GEMM's input.
+        a1_zp: [E], zero points for ``a1_scale``.
+        a2_zp: [E], zero points for ``a2_scale``.
+        w1_bias: [E, 2N].
+        w2_bias: [E, K].
+        weight_key: quantization of the weights.
+        activation_key: quantization of the activations; None for 16-bit activations.
+        per_act_token_quant: one activation scale per token.
+        weight_only: 16-bit activations.
+
+    Raises:
+        ConfigError: switches, keys and tensors contradict each other.
     """
     if weight_key is not None:
         if weight_only and activation_key is not None:
@@ -168,7 +212,19 @@ def make_w4a8_int8_moe_quant_config(
     weight_key: QuantKey | str = kInt4W4A8StaticGroup128Sym,
     activation_key: QuantKey | str = kInt8DynamicTokenSym,
 ) -> FusedMoEQuantConfig:
-    """Scales and biases of int4 weights with int8 activations.  The keys say the group and the scales' dtype."""
+    """Build the quant config of int4 weights with int8 activations.
+
+    Args:
+        w1_scale: scales of ``w13``.
+        w2_scale: scales of ``w2``.
+        w1_bias: [E, 2N].
+        w2_bias: [E, K].
+        weight_key: quantization of the weights; specifies the group size and the scales' dtype.
+        activation_key: quantization of the activations.
+
+    Raises:
+        ConfigError: ``weight_key`` is not an int4 key, or contradicts the tensors.
+    """
     reason = of_type(INT4, "make_int8_moe_quant_config")(as_quant_key(weight_key, "weight_key"))
     if reason is not None:
         raise ConfigError(reason)

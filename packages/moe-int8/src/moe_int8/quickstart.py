@@ -1,4 +1,4 @@
-"""A small checkpoint as llm-compressor writes W8A8, with random weights."""
+"""Small random-weight checkpoint in llm-compressor's W8A8 format."""
 
 from __future__ import annotations
 
@@ -46,7 +46,14 @@ CONFIG = {
 
 
 def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
-    """The MoE block of the layer: router, and per expert int8 weights with bfloat16 scales of channels."""
+    """Generate the layer's MoE block: router, and per expert int8 weights with channel scales.
+
+    Args:
+        generator: source of the random weights.
+
+    Returns:
+        Tensors by checkpoint name; scales are bfloat16.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
@@ -59,7 +66,7 @@ def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
         "down_proj": (HIDDEN, INTERMEDIATE),
     }
     for projection, size in sizes.items():
-        # the scale that is stored is the one to quantise with
+        # quantize with the scale as stored
         key = kInt8StaticChannelSym.with_scale_dtype(torch.bfloat16)
         codes, scale, _ = quantize_weight(normal(EXPERTS, *size), key)
         for expert in range(EXPERTS):
@@ -70,6 +77,11 @@ def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, seed: int = 0) -> None:
-    """Write config.json and one file of tensors into ``folder``."""
+    """Write config.json and one safetensors file.
+
+    Args:
+        folder: target folder.
+        seed: seed of the random weights.
+    """
     tensors = layer_tensors(torch.Generator().manual_seed(seed))
     write_folder(folder, CONFIG, [("model.safetensors", tensors)])

@@ -1,4 +1,4 @@
-"""The INT8 schemes as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The INT8 schemes as data, registered with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Int8MoeBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
+    """Backends of this package; the entry points of other packages name theirs."""
 
     TRITON = "triton"
     MARLIN = "marlin"
@@ -41,7 +41,7 @@ def _order(
     weight_key: QuantKey | None,
     activation_key: QuantKey | None,
 ) -> tuple[Backend, ...]:
-    """Marlin-class kernels first on sm_90, where they were measured to be ahead of int8 products with any tokens."""
+    """Order backends: Marlin-class first on sm_90, where it was faster at every token count."""
     triton, marlin, *others = table
     return (marlin, triton, *others) if device.capability == 90 else table
 
@@ -58,7 +58,15 @@ def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activat
 
 
 def of_type(dtype: QuantDtype, other: str) -> Callable[[QuantKey | None], str | None]:
-    """Why a weight key is not of ``dtype``, with the name of the function that it is for."""
+    """Return a check that a weight key has a dtype.
+
+    Args:
+        dtype: dtype that the function accepts.
+        other: name of the function to use for other weights.
+
+    Returns:
+        A function that returns the reason against a key, or None.
+    """
 
     def reason(key: QuantKey | None) -> str | None:
         if key is None or key.dtype != dtype:
@@ -68,7 +76,7 @@ def of_type(dtype: QuantDtype, other: str) -> Callable[[QuantKey | None], str | 
     return reason
 
 
-#: int8 weights, and int4 weights with int8 activations
+#: Scheme of int8 weights, and of int4 weights with int8 activations.
 SCHEME = SchemeSpec(
     name="int8",
     interface_api=(1, 0),

@@ -1,4 +1,4 @@
-"""How long the sums of products of codes may be that int32 holds exactly."""
+"""Maximum length of sums of code products that int32 represents exactly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ _LARGEST = 2**31 - 1
 
 
 def sum_reasons(config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None) -> list[str]:
-    """Reasons against sums over whole rows that int32 may not hold; for ``extra_reasons``.
+    """Return reasons against row sums that may overflow int32; for ``extra_reasons``.
 
-    The largest product is that of a weight of -128 (of int4: 16 times -8) and an activation of -128, or of 255 codes
-    from its zero point.
+    The largest product is that of a weight of -128 (for int4: 16 times -8) and an activation of -128, or 255 codes away
+    from
+    its zero point.
+
+    Args:
+        config: configuration of the layer.
+        weight_key: quantization of the weights.
+        activation_key: quantization of the activations.
+
+    Returns:
+        One reason for each size that is too long.
     """
     if weight_key is None or weight_key.group_size > 0 or activation_key is None:
         return []

@@ -1,4 +1,7 @@
-"""MXFP4 mixture-of-experts for moe-core: e2m1 weights in groups of 32, with 16-bit, MXFP8, FP8 or MXFP4 activations."""
+"""MXFP4 mixture-of-experts for moe-core: e2m1 weights in groups of 32.
+
+Activations are 16-bit, MXFP8, FP8 or MXFP4.
+"""
 
 from moe_mxfp4.experts.flashinfer_trtllm import TrtLlmMxfp4ExpertsModular, TrtLlmMxfp4ExpertsMonolithic
 from moe_mxfp4.online import quantize_moe_weights

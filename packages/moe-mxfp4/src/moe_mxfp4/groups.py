@@ -1,4 +1,7 @@
-"""Groups of columns that share a scale, in canonical codes: uint8 [E, rows, ceil(K / 2)], even columns low."""
+"""Column groups that share a scale, in canonical codes.
+
+Codes are uint8 [E, rows, ceil(K / 2)], even columns in the low bits.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,26 @@ from torch.nn import functional as F
 
 #: columns that share a scale
 GROUP = 32
-#: all bits of eight bytes' codes but their signs
+#: bit mask of the magnitudes (everything but the signs) of eight bytes of codes
 _MAGNITUDES = 0x7777777777777777
-#: bytes of codes that are looked at together
+#: bytes of codes processed at a time
 _STEP_BYTES = 128 << 20
 
 
 def counting_groups(codes: Tensor, columns: int) -> Tensor:
-    """bool [E, rows, groups]: which groups have numbers other than zero; to the others quantisers give any scale."""
+    """Return which groups have nonzero values; quantizers assign the others arbitrary scales.
+
+    Args:
+        codes: uint8 [E, rows, ceil(columns / 2)].
+        columns: number of columns.
+
+    Returns:
+        bool [E, rows, groups].
+    """
     experts, rows, width = codes.shape
     groups = -(-columns // GROUP)
     out = torch.empty(experts, rows, groups, dtype=torch.bool, device=codes.device)
-    # some experts at a time: what is made of them takes half as much memory as they
+    # in chunks of experts: the intermediate takes half as much memory as the codes
     step = max(1, _STEP_BYTES // max(1, rows * width))
     for at in range(0, experts, step):
         some = codes[at : at + step]
@@ -32,7 +43,12 @@ def counting_groups(codes: Tensor, columns: int) -> Tensor:
 
 
 def without_groups(codes: Tensor, kept: Tensor) -> Tensor:
-    """``codes`` with zeros in the groups that are not ``kept`` (bool [E, rows, groups]); a copy."""
+    """Copy ``codes`` with zeros in the groups that are not ``kept``.
+
+    Args:
+        codes: uint8 [E, rows, ceil(K / 2)].
+        kept: bool [E, rows, groups].
+    """
     out = torch.empty_like(codes)
     for target, one, keep in zip(out, codes, kept, strict=True):
         mask = keep.repeat_interleave(GROUP // 2, dim=1)[:, : one.shape[1]]

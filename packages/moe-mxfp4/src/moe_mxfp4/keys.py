@@ -1,4 +1,4 @@
-"""What may be multiplied with MXFP4 weights."""
+"""Activation quantizations supported with MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core import (
     kMxfp8DynamicEven,
 )
 
-#: quantised activations, in the order in which a backend's variants are tried where none was asked for
+#: quantized activations, in the order in which a backend's variants are tried if none was requested
 ACTIVATIONS: tuple[QuantKey, ...] = (
     kMxfp8Dynamic,
     kFp8DynamicTokenSym,

@@ -1,4 +1,4 @@
-"""Orders of rows."""
+"""Row orders of stacked gate and up matrices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from torch import Tensor
 
 
 def deinterleave(tensor: Tensor) -> Tensor:
-    """Rows gate 0, up 0, gate 1, up 1, ... (gpt-oss) as gate rows, then up rows.
+    """Reorder rows gate 0, up 0, gate 1, up 1, ... (gpt-oss) to gate rows, then up rows.
 
-    ``tensor`` [E, 2N, ...]: weights, scales or biases; a copy.  Raises TensorError for an odd number of rows.
+    Args:
+        tensor: weights, scales or biases [E, 2N, ...].
+
+    Returns:
+        A reordered copy.
+
+    Raises:
+        TensorError: the number of rows is odd.
     """
     if tensor.dim() < 2 or tensor.shape[1] % 2:
         raise TensorError(f"gate and up rows in turns are an even number, got shape {list(tensor.shape)}")

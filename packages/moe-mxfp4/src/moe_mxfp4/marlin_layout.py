@@ -1,4 +1,7 @@
-"""Canonical MXFP4 weights as kernels read them; see :class:`moe_core.spec.weights.MoEWeights` for the tensors."""
+"""Conversion of canonical MXFP4 weights to the Marlin-class kernels' layout.
+
+See :class:`moe_core.spec.weights.MoEWeights` for the canonical tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from torch import Tensor
 from moe_mxfp4.groups import GROUP, counting_groups, without_groups
 from moe_mxfp4.scales import LARGEST, LARGEST_E4M3, powers_above
 
-#: 2 to the power 0 stands for
+#: power 0 stands for 2 to the minus this
 _BIAS = 5
 
 
 def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = False) -> Converted:
-    """One of the two matrices as `moe_mxfp4.kernels.marlin_e2m1` reads it.
+    """Convert one of the two matrices for `moe_mxfp4.kernels.marlin_e2m1`.
 
-    ``codes`` uint8 [E, rows, ceil(columns / 2)]; ``gated``: rows are gate, then up, and are interleaved in blocks of 8.
+    Args:
+        codes: uint8 [E, rows, ceil(columns / 2)].
+        scale: e8m0 [E, rows, ceil(columns / 32)].
+        columns: number of columns.
+        gated: rows are gate, then up; they are interleaved in blocks of 8.
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
     scales, channel_scales = relative_e8m0(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
@@ -28,7 +35,13 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
 
 @dataclass(frozen=True, eq=False)
 class E4m3Matrix:
-    """``words`` int32 [E, steps, rows, words], ``scales`` float32 [E, rows, 1], ``powers`` int32 [E, steps, rows]."""
+    """One matrix in the layout of `moe_mxfp4.kernels.e4m3`.
+
+    Attributes:
+        words: int32 [E, steps, rows, words].
+        scales: float32 [E, rows, 1].
+        powers: int32 [E, steps, rows].
+    """
 
     words: Tensor
     scales: Tensor
@@ -36,9 +49,14 @@ class E4m3Matrix:
 
 
 def convert_to_e4m3(codes: Tensor, scale: Tensor, columns: int) -> E4m3Matrix:
-    """One of the two matrices as `moe_mxfp4.kernels.e4m3` reads it.
+    """Convert one of the two matrices for `moe_mxfp4.kernels.e4m3`.
 
-    Groups that :func:`moe_mxfp4.scales.without_small_groups` leaves out become zeros.  Code 255 stays NaN.
+    Groups that :func:`moe_mxfp4.scales.without_small_groups` drops become zeros. The scale code 255 stays NaN.
+
+    Args:
+        codes: uint8 [E, rows, ceil(columns / 2)].
+        scale: e8m0 [E, rows, ceil(columns / 32)].
+        columns: number of columns.
     """
     powers, top = powers_above(scale, counting_groups(codes, columns), LARGEST_E4M3)
     words = order_words(without_groups(codes, powers[:, :, : scale.shape[2]] > 0), columns, 4, order="e4m3")

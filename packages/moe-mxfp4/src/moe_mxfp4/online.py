@@ -1,7 +1,7 @@
-"""MXFP4 from 16-bit experts, at load.
+"""Online MXFP4 quantization of 16-bit experts, at load.
 
-The scale of 32 columns is ``amax / 6`` rounded *up* to a power of two, so that no weight saturates; codes are rounded
-to nearest, ties to even (:mod:`moe_core.reference.quantization`).  compressed-tensors, Quark and vLLM round scales
+The scale of 32 columns is ``amax / 6`` rounded *up* to a power of two, so that no weight saturates. Codes are rounded
+to nearest, ties to even (:mod:`moe_core.reference.quantization`). compressed-tensors, Quark and vLLM round scales
 "even", which lets weights between 6 and 7 times the scale saturate.
 
 ===============  ====================================
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from moe_core import MoEWeights, OnlineQuantization, kFp8DynamicTokenSym, kMxfp4Static, kMxfp8Dynamic, registry
 
-#: What the scheme mxfp4 makes of 16-bit experts.
+#: Online quantizations of the mxfp4 scheme.
 ONLINE = (
     OnlineQuantization("mxfp4", "mxfp4", kMxfp4Static, None),
     OnlineQuantization("mxfp4_mxfp8", "mxfp4", kMxfp4Static, kMxfp8Dynamic),
@@ -26,11 +26,17 @@ ONLINE = (
 
 
 def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization = "mxfp4") -> MoEWeights:
-    """Canonical 16-bit ``weights`` (bfloat16, float16 or float32) in the canonical form of ``quantize``.
+    """Quantize canonical 16-bit weights; runs at memory bandwidth on a GPU if groups are whole.
 
-    ``w13`` [E, 2N, K] (or [E, N, K] without a gate) and ``w2`` [E, K, N] become e2m1 codes, two in a byte, with uint8
-    e8m0 scales [E, rows, ceil(columns/32)]; biases are carried through.  On a GPU at the memory's speed, where groups
-    are whole.
-    Raises TensorError for weights that are quantised already, ConfigError for an unknown name.
+    Args:
+        weights: bfloat16, float16 or float32, with ``w13`` [E, 2N, K] (or [E, N, K] if ungated) and ``w2`` [E, K, N].
+        quantize: name of an online quantization, or the quantization itself.
+
+    Returns:
+        e2m1 codes, two per byte, with uint8 e8m0 scales [E, rows, ceil(columns/32)]; biases are passed through.
+
+    Raises:
+        TensorError: the weights are already quantized.
+        ConfigError: unknown name.
     """
     return registry().online(quantize).quantize(weights)

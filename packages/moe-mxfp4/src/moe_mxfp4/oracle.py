@@ -1,4 +1,4 @@
-"""The functions that engines know the MXFP4 scheme by."""
+"""Engine-facing functions of the MXFP4 scheme, under the names that engines use."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = SchemeFunctions(SCHEME)
 
-#: the backend for a layer
+#: Select the backend of a layer.
 select_mxfp4_moe_backend = _FUNCTIONS.select("mxfp4", __name__)
-#: the experts classes of a backend
+#: Return the experts classes of a backend.
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
-#: what an engine's option names, as a backend
+#: Map an engine's option to a backend.
 map_mxfp4_backend = _FUNCTIONS.map_backend
-#: every backend in order of preference for a request
+#: List all backends in order of preference for a request.
 get_priority_backends = _FUNCTIONS.get_priority_backends
-#: prepare + the selected experts + finalize around converted weights
+#: Build a kernel from converted weights: prepare, the selected experts, finalize.
 make_mxfp4_moe_kernel = _FUNCTIONS.make_kernel
 
 
@@ -48,16 +48,27 @@ def convert_to_mxfp4_moe_kernel_format(
     w13_input_scale: Tensor | None = None,
     w2_input_scale: Tensor | None = None,
 ) -> KernelWeights:
-    """Canonical tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
+    """Convert a layer's canonical tensors to the selected backend's layout; inputs are unchanged.
 
-    - ``w13`` uint8 [E, 2N, ceil(K/2)] (gate rows first), ``w2`` uint8 [E, K, ceil(N/2)]: two e2m1 codes in a byte, even
-      columns in the low four bits
-    - ``w13_scale`` uint8 [E, 2N, ceil(K/32)], ``w2_scale`` uint8 [E, K, ceil(N/32)]: e8m0, 2**(s - 127)
-    - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
-    - ``w13_input_scale``, ``w2_input_scale`` float32 [E], for static activations
+    For interleaved gate and up rows (gpt-oss), see :func:`moe_mxfp4.layout.deinterleave`. Codes are two e2m1 values per
+    byte, even columns in the low four bits.
 
-    Interleaved gate and up rows (gpt-oss): see :func:`moe_mxfp4.layout.deinterleave`.
-    Raises TensorError, which names the tensor, what was found and what was expected.
+    Args:
+        selection: result of a select function.
+        w13: uint8 [E, 2N, ceil(K/2)], gate rows first.
+        w2: uint8 [E, K, ceil(N/2)].
+        w13_scale: uint8 [E, 2N, ceil(K/32)], e8m0: 2**(s - 127).
+        w2_scale: uint8 [E, K, ceil(N/32)], e8m0.
+        w13_bias: [E, 2N].
+        w2_bias: [E, K].
+        w13_input_scale: float32 [E], for static activations.
+        w2_input_scale: float32 [E], for static activations.
+
+    Returns:
+        Weights in the backend's layout.
+
+    Raises:
+        TensorError: names the tensor, the value found and what was expected.
     """
     return _FUNCTIONS.convert(
         selection,
@@ -82,10 +93,20 @@ def make_mxfp4_moe_quant_config(
     a2_scale: Tensor | None = None,
     activation_key: QuantKey | str | None = None,
 ) -> FusedMoEQuantConfig:
-    """Scales and biases of canonical weights, as :func:`convert_to_mxfp4_moe_kernel_format` takes them.  By keyword.
+    """Build the quant config of canonical MXFP4 weights.
 
-    ``activation_key`` None: 16-bit activations; ``a1_scale``, ``a2_scale`` float32 [E] for static ones.
-    Raises ConfigError where the keys and the tensors contradict each other, TensorError for wrong shapes and dtypes.
+    Args:
+        w1_scale: scales of ``w13``, as in :func:`convert_to_mxfp4_moe_kernel_format`.
+        w2_scale: scales of ``w2``.
+        w1_bias: [E, 2N].
+        w2_bias: [E, K].
+        a1_scale: float32 [E], for static activations.
+        a2_scale: float32 [E], for static activations.
+        activation_key: quantization of the activations; None for 16-bit activations.
+
+    Raises:
+        ConfigError: keys and tensors contradict each other.
+        TensorError: a shape or dtype is wrong.
     """
     return make_quant_config(
         weight_key=kMxfp4Static,
@@ -103,10 +124,18 @@ def make_mxfp4_moe_quant_config(
 def mxfp4_round_up_hidden_size_and_intermediate_size(
     backend: str | Mxfp4MoeBackend, hidden_size: int, intermediate_size: int
 ) -> tuple[int, int]:
-    """(K, N) as ``backend`` holds them inside, at least ``hidden_size`` and ``intermediate_size``.
+    """Return the padded (hidden size, intermediate size) that a backend uses internally.
 
-    For those who reckon memory: converted weights are padded by the backend itself, callers keep their sizes, and the
-    output has ``hidden_size`` columns.  Raises ConfigError for a backend that is not installed and sizes below 1.
+    Use it to estimate memory. The backend pads converted weights itself; callers keep their sizes, and the output has
+    ``hidden_size`` columns.
+
+    Args:
+        backend: name of the backend.
+        hidden_size: K of the layer.
+        intermediate_size: N of the layer.
+
+    Raises:
+        ConfigError: the backend is not installed, or a size is below 1.
     """
     if hidden_size < 1 or intermediate_size < 1:
         raise ConfigError(f"sizes are positive, got hidden_size {hidden_size}, intermediate_size {intermediate_size}")

@@ -1,4 +1,4 @@
-"""What backends hold beyond a layer's own sizes."""
+"""Padding of backends beyond a layer's sizes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from moe_core import FusedMoEExperts
 
 
 class PaddedExperts(FusedMoEExperts):
-    """First base of experts whose kernels need sizes of some multiple: they pad inside, and say to what."""
+    """Mixin for experts whose kernels need padded sizes; place it first among the bases."""
 
     @classmethod
     @abstractmethod
     def padded_sizes(cls, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
-        """(K, N) of the converted weights."""
+        """Return (K, N) of the converted weights.
+
+        Args:
+            hidden_size: K of the layer.
+            intermediate_size: N of the layer.
+        """
 
     @property
     def hidden_size(self) -> int:
@@ -27,5 +32,10 @@ class PaddedExperts(FusedMoEExperts):
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that holds ``size``."""
+    """Round ``size`` up to a multiple.
+
+    Args:
+        size: size to round.
+        multiple: positive factor of the result.
+    """
     return -(-size // multiple) * multiple

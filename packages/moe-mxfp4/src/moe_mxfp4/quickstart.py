@@ -1,4 +1,4 @@
-"""A small checkpoint in the format of OpenAI's gpt-oss releases, with random weights."""
+"""Small random-weight checkpoint in the format of OpenAI's gpt-oss releases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,15 @@ CONFIG = {
 
 
 def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """The MoE block of one layer: router, and for all experts blocks of codes, scales and biases."""
+    """Generate one layer's MoE block: router, and all experts' blocks, scales and biases.
+
+    Args:
+        layer: index of the layer.
+        generator: source of the random weights.
+
+    Returns:
+        Tensors by checkpoint name.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
@@ -50,7 +58,7 @@ def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
     }
     for projection, rows, cols in (("gate_up_proj", 2 * INTERMEDIATE, HIDDEN), ("down_proj", HIDDEN, INTERMEDIATE)):
         name = f"{prefix}.experts.{projection}"
-        # rows are drawn alike, so that every order of them is as good
+        # All rows have the same distribution, so any row order is equally valid.
         codes, scale, _ = quantize_weight(normal(EXPERTS, rows, cols), kMxfp4Static)
         tensors[f"{name}_blocks"] = codes.view(EXPERTS, rows, cols // 32, 16)
         tensors[f"{name}_scales"] = scale
@@ -59,7 +67,12 @@ def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, seed: int = 0) -> None:
-    """Write config.json, one shard per layer, and their index into ``folder``."""
+    """Write config.json, one safetensors shard per layer and the index.
+
+    Args:
+        folder: target folder.
+        seed: seed of the random weights.
+    """
     generator = torch.Generator().manual_seed(seed)
     shards = (
         (f"model-{layer:05d}-of-{LAYERS - 1:05d}.safetensors", layer_tensors(layer, generator))

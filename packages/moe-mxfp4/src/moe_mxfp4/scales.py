@@ -1,4 +1,4 @@
-"""e8m0 scales beside weights that are read as stored."""
+"""e8m0 scales of weights that kernels read in the checkpoint's layout."""
 
 from __future__ import annotations
 
@@ -9,55 +9,87 @@ from torch import Tensor
 
 from moe_mxfp4.groups import counting_groups, without_groups
 
-#: the byte of a row's largest scale: see `moe_mxfp4.kernels.e2m1`
+#: byte of a row's largest scale: see `moe_mxfp4.kernels.e2m1`
 LARGEST = 253
-#: of one that tensor cores multiply: 2**0
+#: byte of a row's largest scale for block-scaled MMA: 2**0
 LARGEST_SCALED = 127
-#: power of a row's largest scale beside e4m3: 6 times 2^(11 - 5) is the largest number of e2m1 that e4m3 holds
+#: power of a row's largest scale with e4m3: 6 times 2^(11 - 5) is the largest e2m1 value that e4m3 represents
 LARGEST_E4M3 = 11
 
 
 def has_scaled_units(device: DeviceInfo) -> bool:
-    """Whether tensor cores multiply codes with the scales of their groups: sm_100 and its family, gfx950."""
+    """Return whether the device has block-scaled MMA: sm_100 family, gfx950.
+
+    Args:
+        device: description of the device.
+    """
     return 100 <= device.capability < 120 or device.arch == "gfx950"
 
 
 def step_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """(int32 [E, ceil(columns / 128), rows], float32 channel scales [E, rows]) of canonical weights ``codes`` and
-    ``scale``.
+    """Convert scales to words of four groups, relative to the row's largest scale.
 
-    The bytes of four groups of a row, the first in the low bits, relative to the row's largest, which is its factor.
+    Args:
+        codes: canonical codes.
+        scale: canonical e8m0 scales.
+        columns: number of columns.
+
+    Returns:
+        int32 [E, ceil(columns / 128), rows], the bytes of four groups of a row, the first in the low bits; and float32
+        channel scales [E, rows], the row's largest scale.
     """
     powers, channel_scales = _relative(codes, scale, columns, LARGEST)
     return powers.transpose(1, 2).contiguous(), channel_scales
 
 
 def group_scales(codes: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """As :func:`step_scales`, uint8 [E, rows, groups padded to 4]: bytes that tensor cores multiply.
+    """Convert scales to bytes for block-scaled MMA, relative to the row's largest scale.
 
-    Byte 0 is 2^-127, not 0: codes are to be those of :func:`without_small_groups`.
+    Byte 0 is 2^-127, not 0: the codes must be those of :func:`without_small_groups`.
+
+    Args:
+        codes: canonical codes.
+        scale: canonical e8m0 scales.
+        columns: number of columns.
+
+    Returns:
+        uint8 [E, rows, groups padded to 4], and float32 channel scales [E, rows].
     """
     powers, channel_scales = _relative(codes, scale, columns, LARGEST_SCALED)
     return powers.view(torch.uint8), channel_scales
 
 
 def without_small_groups(codes: Tensor, scale: Tensor, columns: int, largest: int) -> Tensor:
-    """``codes`` with zeros in groups whose scale is 2^-(``largest`` + 1) of their row's largest and less.
+    """Zero the groups whose scale is at most 2^-(``largest`` + 1) of their row's largest.
 
-    Those are ``codes`` themselves if there are none.  At most 6 * 2^-(``largest`` + 1) of the row's largest scale is
-    lost.  Waits for the device.
+    The error is at most 6 * 2^-(``largest`` + 1) of the row's largest scale. Synchronizes with the device.
+
+    Args:
+        codes: canonical codes.
+        scale: canonical e8m0 scales.
+        columns: number of columns.
+        largest: power of a row's largest scale.
+
+    Returns:
+        A copy, or ``codes`` itself if there are no such groups.
     """
     counting = counting_groups(codes, columns)
     powers, _ = powers_above(scale, counting, largest)
     small = (powers[:, :, : scale.shape[2]] == 0) & counting
-    # tensors of device "meta" have no values
+    # meta tensors have no values
     return codes if codes.is_meta or not bool(small.any()) else without_groups(codes, ~small)
 
 
 def powers_above(scale: Tensor, counting: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Powers of groups plus one, uint8 [E, rows, groups padded to 4], and each row's largest scale, float32 [E, rows].
+    """Return the groups' powers plus one and each row's largest scale.
 
-    A row's largest scale is the power ``largest``; 0: smaller than that of power 0.
+    Args:
+        scale: canonical e8m0 scales.
+        counting: bool [E, rows, groups], groups with nonzero values.
+        largest: power of a row's largest scale.
+
+    Returns:
+        uint8 [E, rows, groups padded to 4], 0 for scales below power 0; and float32 [E, rows].
     """
     powers, top = relative_e8m0(scale.view(torch.uint8), counting, largest + 1)
     return powers.view(torch.uint8), top

@@ -1,4 +1,4 @@
-"""The MXFP4 scheme as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The MXFP4 scheme as data, registered with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Mxfp4MoeBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
+    """Backends of this package; the entry points of other packages name theirs."""
 
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
     MARLIN = "marlin"
@@ -33,7 +33,7 @@ def _order(
     weight_key: QuantKey | None,
     activation_key: QuantKey | None,
 ) -> tuple[Backend, ...]:
-    """Backends that take the activations first, so that a report begins with what was asked for."""
+    """Order backends: those that support the activations first, so that reports start with them."""
 
     def takes(backend: Backend) -> bool:
         return any(experts.claims.takes_keys(weight_key, activation_key) for experts in backend.load())
@@ -55,7 +55,7 @@ _DOC = """``activation_key``: ``kMxfp8Dynamic``, ``kFp8DynamicTokenSym``, ... as
     ``moe_backend`` names a backend that cannot run so on the device but can with others; ``.activation_key`` then says
     which."""
 
-#: e2m1 weights with one e8m0 scale for 32 columns of a row
+#: Scheme of e2m1 weights with one e8m0 scale per 32 columns of a row.
 SCHEME = SchemeSpec(
     name="mxfp4",
     interface_api=(1, 0),

@@ -1,4 +1,7 @@
-"""The experts of moe-core in SGLang: a plug-in, which SGLang finds by its entry point and runs in every process."""
+"""moe-core experts for SGLang: a plug-in that SGLang runs in every process.
+
+SGLang finds it by its entry point.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Bring the experts into this process's SGLang; does nothing the second time.
+    """Register moe-core's experts in this process's SGLang; a second call has no effect.
 
-    One line of the log says what came of it.  Raises ConfigError where ``MOE_SGLANG`` says nothing known, which SGLang
-    logs; its own function stays in place then.
+    One line of the log reports the result.
+
+    Raises:
+        ConfigError: ``MOE_SGLANG`` has an unknown value. SGLang logs the error and keeps its own function.
     """
     from moe_sglang import plugin
 

@@ -1,10 +1,10 @@
-"""What ``moe doctor`` says of this package: whether SGLang would get the experts, and which for usual layers."""
+"""Report of ``moe doctor``: whether SGLang would use the experts, and which."""
 
 from __future__ import annotations
 
 from moe_sglang.engine import ENGINE
 
-#: usual weights and activations of each scheme, by the names of their keys
+#: common weights and activations of each scheme, by the names of their keys
 USUAL = {
     "fp8": (
         ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
@@ -16,9 +16,9 @@ USUAL = {
 
 
 def lines() -> list[str]:
-    """One line on the plug-in, then one for each kind of weights: the backend on this machine's device, or why none.
+    """Return a line on the plug-in, then one per weight type: its backend here, or why none.
 
-    Weights in groups are not listed: of their kernels those are taken that read SGLang's codes where they lie, which a
-    layer's own tensors show.
+    Group-quantized weights are not listed. Their backend must read SGLang's codes in place, which depends on the
+    layer's tensors.
     """
     return ENGINE.report(USUAL)

@@ -1,4 +1,4 @@
-"""Which SGLang is meant, how the user switches the package off, and where it logs."""
+"""Supported SGLang versions, the environment switch, and the logger."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ ENGINE = Engine(
     schemes=("fp8", "int8", "wna16"),
 )
 
-#: below SGLang's own logger, so that its handlers and its level apply
+#: child of SGLang's logger, so that its handlers and level apply
 LOGGER = logging.getLogger("sglang.moe_sglang")

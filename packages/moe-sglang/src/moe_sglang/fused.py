@@ -1,4 +1,4 @@
-"""The function that SGLang calls for a layer's experts: a kernel of moe-core, or SGLang's own function."""
+"""Function that SGLang calls for a layer's experts: a moe-core kernel or SGLang's own."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from moe_sglang.kinds import FLAGS, Kind, kind_of
 from moe_sglang.layer import layer_config
 from moe_sglang.weights import canonical
 
-#: what SGLang says of a layer's weights
+#: SGLang's tensors of a layer's weights
 TENSORS = ("w13_weight", "w2_weight", "w13_scale", "w2_scale", "w13_zp", "w2_zp", "b13", "b2", "a13_scale", "a2_scale")
 
 
 @functools.cache
 def names() -> types.SimpleNamespace:
-    """What is used of SGLang beside the hook and its arguments, whose fields are checked.
+    """Import the used names of SGLang, except the hook, and check the fields of its arguments.
 
-    Raises ImportError, EngineChanged for what is not there.
+    Raises:
+        ImportError: a name is missing.
+        EngineChanged: an interface differs from the tested one.
     """
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
     from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
@@ -65,10 +67,14 @@ def names() -> types.SimpleNamespace:
 
 
 class FusedFunction:
-    """What one layer's runner calls with dispatched tokens, its tensors and its description.
+    """Function that a layer's runner calls with dispatched tokens, tensors and configuration.
 
-    The kernel is made in the first call outside a CUDA graph's capture, which SGLang's warm-up is, and again where the
-    layer's tensors are other ones.  A layer that no kernel of ``schemes`` claims keeps ``original``.
+    The kernel is created in the first call outside of CUDA graph capture, which is SGLang's warm-up, and again if the
+    layer's tensors are replaced. A layer that no kernel of ``schemes`` supports keeps ``original``.
+
+    Args:
+        original: SGLang's own function.
+        schemes: names of the enabled schemes.
     """
 
     def __init__(self, original: Callable[..., Any], schemes: Sequence[str]) -> None:
@@ -76,7 +82,7 @@ class FusedFunction:
         self.schemes = tuple(schemes)
         self.kernel: FusedMoEKernel | None = None
         self._names = names()
-        #: what the kernel, or the refusal, is for: tensors, top-k, dtype
+        #: what the kernel, or the refusal, applies to: tensors, top-k, dtype
         self._tensors: tuple[Tensor | None, ...] = ()
         self._addresses: tuple[int, ...] = ()
         self._call: tuple[int, torch.dtype] | None = None
@@ -99,11 +105,11 @@ class FusedFunction:
         tensors = _tensors(info)
         if self._call != (top_k, dtype) or any(new is not old for new, old in zip(tensors, self._tensors, strict=True)):
             return False
-        # the same parameters may have other memory; tensors that are traced have none
+        # the same parameters may have moved in memory; traced tensors have no address
         return torch.compiler.is_compiling() or self._addresses == _addresses(tensors)
 
     def _make(self, info: Any, runner: Any, top_k: int, x: Tensor) -> None:
-        """Make the kernel; the reason is logged, once for all layers, where there is none."""
+        """Create the kernel, or log the reason against it once for all layers."""
         self._tensors, self._call, self.kernel = _tensors(info), (top_k, x.dtype), None
         self._addresses = _addresses(self._tensors)
         try:
@@ -139,10 +145,10 @@ class FusedFunction:
         self._tell_what_is_derived(runner, derived)
 
     def _moves_experts(self) -> bool:
-        """Whether SGLang copies experts from place to place (EPLB), in its own tensors."""
+        """Return whether SGLang copies experts between its own tensors (EPLB)."""
         try:
             return bool(self._names.get_exec().moe.enable_eplb)
-        except ValueError:  # there is no server
+        except ValueError:  # no server is running
             return False
 
     @staticmethod
@@ -152,7 +158,7 @@ class FusedFunction:
 
     @staticmethod
     def _tell_what_is_derived(runner: Any, derived: Sequence[str]) -> None:
-        """Have SGLang refuse new weights in place of those of which the kernel holds tensors of another layout."""
+        """Make SGLang refuse weight updates if the kernel holds tensors in another layout."""
         if derived and runner.layer is not None:
             runner.layer._derived_weight_cache_error = (
                 f"Online weight updates are not supported while {ENGINE.package} runs the experts: it holds "
@@ -161,9 +167,18 @@ class FusedFunction:
 
 
 def choose(kind: Kind, config: FusedMoEConfig, weights: MoEWeights, device: DeviceInfo) -> Selection:
-    """The first kernel that reads SGLang's codes where they lie: a GPU's memory is spent when kernels are made.
+    """Select the first kernel that reads SGLang's codes in place.
 
-    Raises MoEError with the reasons where there is none.
+    When kernels are created, the GPU's memory is already allocated.
+
+    Args:
+        kind: scheme and keys of the experts.
+        config: configuration of the layer.
+        weights: canonical weights that share SGLang's memory.
+        device: device of the layer.
+
+    Raises:
+        MoEError: there is none; gives the reasons.
     """
     keys = kind.weight_key, kind.activation_key
     first = select_kernel(kind.scheme, config, *keys, device=device)
@@ -184,7 +199,12 @@ def choose(kind: Kind, config: FusedMoEConfig, weights: MoEWeights, device: Devi
 
 
 def keeps_codes(selection: Selection, weights: MoEWeights) -> bool:
-    """Whether the selected kernel's w13 and w2 are the given tensors: tried with one expert."""
+    """Return whether the selected kernel uses the given w13 and w2; tested with one expert.
+
+    Args:
+        selection: the selected kernel.
+        weights: canonical weights.
+    """
     config = selection.config
     one = replace(selection, report=replace(selection.report, config=replace(config, num_local_experts=1)))
     parts: dict[str, Any] = {name: tensor[:1] for name, tensor in weights.tensors()}
@@ -193,7 +213,7 @@ def keeps_codes(selection: Selection, weights: MoEWeights) -> bool:
 
 
 def _derived(weights: KernelWeights, info: Any) -> list[str]:
-    """Names of tensors that are none of SGLang's."""
+    """Return the names of tensors that do not share SGLang's memory."""
     given = {_memory(tensor) for tensor in _tensors(info) if tensor is not None}
     return [name for name, tensor in weights.tensors() if _memory(tensor) not in given]
 
@@ -207,5 +227,5 @@ def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
 
 
 def _tensors(info: Any) -> tuple[Tensor | None, ...]:
-    """Everything that SGLang says of a layer's weights."""
+    """Return all tensors of a layer's weights in SGLang's description."""
     return tuple([getattr(info, name) for name in TENSORS])

@@ -1,4 +1,4 @@
-"""What SGLang's flags mean: one row for each kind of quantised experts."""
+"""Mapping of SGLang's flags to schemes and quant keys."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from moe_core import (
     kInt8StaticChannelSym,
 )
 
-#: flags of which one says what the experts are
+#: flags of which exactly one is set for quantized experts
 FLAGS = ("use_mxfp8", "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A scheme with its keys, of which block and group sizes and scale dtypes are filled in.
+    """Scheme and quant keys, with group sizes and scale dtypes filled in.
 
-    ``static``: what the activation key is where the checkpoint has scales of activations.
+    Attributes:
+        scheme: scheme of moe-core.
+        weight_key: quantization of the weights.
+        activation_key: quantization of the activations; None for 16-bit activations.
+        static: activation key to use if the checkpoint has activation scales.
     """
 
     scheme: str
@@ -40,12 +44,12 @@ class Kind:
     static: QuantKey | None = None
 
 
-#: (flag, one scale per: "block", "channel" or "tensor", or per group with zero points or without) -> what it means
+#: (flag, granularity of the scales: "block", "channel", "tensor", or "group" with or without zero points) -> meaning
 KINDS = {
     ("use_fp8_w8a8", "block"): Kind("fp8", kFp8Static128BlockSym, kFp8Dynamic128Sym),
     ("use_fp8_w8a8", "channel"): Kind("fp8", kFp8StaticChannelSym, kFp8DynamicTokenSym, kFp8StaticTensorSym),
     ("use_fp8_w8a8", "tensor"): Kind("fp8", kFp8StaticTensorSym, kFp8DynamicTensorSym, kFp8StaticTensorSym),
-    # SGLang's kernel quantises the activations of each token, whatever scales there are
+    # SGLang's kernel quantizes activations per token, regardless of the scales
     ("use_int8_w8a8", "channel"): Kind("int8", kInt8StaticChannelSym, kInt8DynamicTokenSym),
     ("use_int8_w8a16", "channel"): Kind("int8", kInt8StaticChannelSym, None),
     ("use_int8_w8a16", "group"): Kind("wna16", kInt8Static, None),
@@ -56,7 +60,14 @@ KINDS = {
 
 
 def kind_of(info: Any) -> Kind:
-    """The kind of a ``TritonMoeQuantInfo``, with its sizes.  Raises ConfigError for one that is none of the table's."""
+    """Return scheme and keys of a ``TritonMoeQuantInfo``, with its group sizes.
+
+    Args:
+        info: SGLang's description of the weights.
+
+    Raises:
+        ConfigError: the combination of flags is not supported.
+    """
     flags = [flag for flag in FLAGS if getattr(info, flag)]
     if len(flags) != 1:
         raise ConfigError(f"the experts are {' and '.join(flags) or 'not quantised'}")
@@ -73,7 +84,7 @@ def _granularity(info: Any) -> str:
         return "block"
     if block is not None and block[1] > 0:
         return "group" if info.w13_zp is None else "group, zero points"
-    # weight-only kernels without groups read a scale for each channel
+    # weight-only kernels without groups read one scale per channel
     return "channel" if info.per_channel_quant or info.use_int8_w8a16 else "tensor"
 
 

@@ -1,4 +1,4 @@
-"""SGLang's description of a layer, as moe-core's."""
+"""Conversion of SGLang's layer configuration to moe-core's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from moe_core import ActivationParams, ConfigError, FusedMoEConfig, MoEActivation
 
-#: activations of SGLang's kernel by (name, gated), where no parameter changes them
+#: activations of SGLang's kernel without parameters, by (name, gated)
 _PLAIN = {
     ("gelu", True): MoEActivation.GELU,
     ("gelu_tanh", True): MoEActivation.GELU_TANH,
@@ -21,10 +21,20 @@ _PLAIN = {
 def layer_config(
     runner: Any, info: Any, *, top_k: int, hidden_size: int, dtype: torch.dtype, batch_invariant: bool = False
 ) -> FusedMoEConfig:
-    """The layer of SGLang's ``runner`` (its MoeRunnerConfig) and ``info`` on this rank.
+    """Convert SGLang's layer configuration on this rank.
 
-    The experts are the local ones: SGLang's dispatcher gives local ids, and -1 for experts of other ranks.  Raises
-    ConfigError for what moe-core does not have.
+    Experts are the local ones: SGLang's dispatcher uses local ids, and -1 for experts of other ranks.
+
+    Args:
+        runner: SGLang's MoeRunnerConfig.
+        info: SGLang's description of the weights.
+        top_k: experts per token.
+        hidden_size: K.
+        dtype: dtype of the hidden states.
+        batch_invariant: results must not depend on the batch.
+
+    Raises:
+        ConfigError: moe-core does not support the configuration.
     """
     if runner.no_combine:
         raise ConfigError("no_combine asks for every expert's output, not for their sum")
@@ -47,7 +57,7 @@ def layer_config(
 
 
 def _activation(runner: Any) -> tuple[MoEActivation, ActivationParams | None]:
-    """The branch that SGLang's kernel takes for a layer's activation and its parameters."""
+    """Return the activation and its parameters, following the branches of SGLang's kernel."""
     name, gated = str(runner.activation), bool(runner.is_gated)
     alpha, limit, clamp = runner.gemm1_alpha, runner.gemm1_clamp_limit, runner.swiglu_limit
     if (name, gated) == ("silu", True):

@@ -1,4 +1,7 @@
-"""SGLang's tensors as canonical weights: the same memory, but for small tensors that lie otherwise."""
+"""Conversion of SGLang's tensors to canonical weights that share their memory.
+
+Only small tensors with another layout are copied.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,17 @@ from moe_sglang.kinds import Kind
 
 
 def canonical(info: Any, kind: Kind, parts: int) -> MoEWeights:
-    """The weights of a ``TritonMoeQuantInfo``; ``parts``: 2 where w13 has gate and up.
+    """Return canonical weights of a ``TritonMoeQuantInfo``.
 
-    Codes, and scales per block, channel or group, are SGLang's tensors themselves.  Raises TensorError for a tensor of
-    a shape that none of its kernels reads.
+    Codes and block, channel or group scales are SGLang's tensors themselves.
+
+    Args:
+        info: SGLang's description of the weights.
+        kind: scheme and keys of the experts.
+        parts: 2 if w13 holds gate and up, else 1.
+
+    Raises:
+        TensorError: a tensor has a shape that none of SGLang's kernels reads.
     """
     per_tensor = kind.weight_key.group_shape.is_per_tensor
     packed = kind.weight_key.packing is not None
@@ -36,12 +46,12 @@ def canonical(info: Any, kind: Kind, parts: int) -> MoEWeights:
         tensors["w2_input_scale"] = _per_expert("a2_scale", info.a2_scale, experts)
     given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     keys: dict[str, Any] = {"weight_key": kind.weight_key, "activation_key": kind.activation_key}
-    # SGLang keeps its tensors, and has left no memory for others
+    # SGLang keeps its tensors and has left no memory for others
     return MoEWeights(**keys, **given, shared=True).detached()
 
 
 def _per_part(name: str, scale: Tensor, experts: int, parts: int) -> Tensor:
-    """[E, parts] of one scale per expert, [E] or [E, 1], or of one that each part has of its own."""
+    """Expand one scale per expert, [E] or [E, 1], or per part, to [E, parts]."""
     scale = scale.reshape(scale.shape[0], -1) if scale.dim() > 1 else scale[:, None]
     if tuple(scale.shape) not in ((experts, 1), (experts, parts)):
         raise TensorError(f"{name} has shape {list(scale.shape)}, expected one scale for each of {experts} experts")
@@ -49,7 +59,7 @@ def _per_part(name: str, scale: Tensor, experts: int, parts: int) -> Tensor:
 
 
 def _per_expert(name: str, scale: Tensor | None, experts: int) -> Tensor:
-    """[E] of one static scale for all experts, or one for each."""
+    """Expand one static scale, or one per expert, to [E]."""
     if scale is None or scale.numel() not in (1, experts):
         found = None if scale is None else list(scale.shape)
         raise TensorError(f"{name} has shape {found}, expected one scale, or one for each of {experts} experts")

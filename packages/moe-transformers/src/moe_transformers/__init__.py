@@ -1,7 +1,7 @@
-"""Whole quantized mixture-of-experts models in transformers, with their experts run by moe-core.
+"""Quantized mixture-of-experts models in transformers, with experts run by moe-core.
 
-Importing this package imports nothing else, so that ``moe --help`` takes no time: each public name loads its module on
-first use, after a check of the installed release of transformers.
+Importing this package imports nothing else, to keep ``moe --help`` fast. Each public name loads its module on first
+use, after a check of the installed transformers version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     version = importlib.import_module("moe_transformers.version")
     if home != "version":
-        # first: the other modules import what releases outside the range may lack
+        # check first: other modules import names that unsupported versions may lack
         version.check_version()
     value = globals()[name] = getattr(importlib.import_module(f"moe_transformers.{home}"), name)
     return value

@@ -1,8 +1,8 @@
-"""Which activation function of moe-core a module of transformers computes: found in what it computes, not in its names.
+"""Identification of a transformers module's activation by its results, not its names.
 
-Experts of transformers hold an activation function, some a limit beside it, and a dozen families write the gate out in
-code of their own.  So each candidate of moe-core, with the numbers that the module holds, is compared with the module
-on values that reach past its limits; the module's own result decides.
+Experts of transformers hold an activation function, some with a separate limit, and a dozen families implement the gate
+in their own code. Therefore each candidate of moe-core, with the numbers that the module holds, is evaluated on values
+that exceed the limits. The candidate whose results match the module's is the activation.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ import torch
 from moe_core import ActivationParams, ConfigError, MoEActivation, apply_moe_activation
 from torch import Tensor, nn
 
-#: float32 functions that are the same but for their order of operations agree to a few units in the last place
+#: float32 functions that differ only in the order of operations agree to a few units in the last place
 _RELATIVE = 1e-5
 
 
 def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, ActivationParams | None]:
-    """The activation between the two products of ``module``, an experts module that transformers filled, ``name``.
+    """Identify the activation between the two GEMMs of an experts module.
 
-    Raises ConfigError, which names the function, where moe-core has none that computes the same.
+    Args:
+        module: experts module with weights from transformers.
+        name: name of the module, for errors.
+
+    Returns:
+        The activation and its parameters.
+
+    Raises:
+        ConfigError: names the function; no activation of moe-core computes the same.
     """
     gate, up = _arguments([20.0, *_numbers(module, "limit")])
     with torch.no_grad():
@@ -35,9 +43,16 @@ def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, Activati
 
 
 def computes(module: nn.Module, name: str, activation: MoEActivation, params: ActivationParams | None) -> bool:
-    """Whether ``module``, called ``name`` in errors, has this activation, with these numbers.
+    """Return whether a module computes this activation with these parameters.
 
-    Raises ConfigError where its function cannot be called.
+    Args:
+        module: experts module of transformers.
+        name: name of the module, for errors.
+        activation: activation to compare with.
+        params: parameters of the activation.
+
+    Raises:
+        ConfigError: the module's function cannot be called.
     """
     gate, up = _arguments([20.0, *_numbers(module, "limit"), params.limit if params and params.limit else 0.0])
     inputs = torch.cat((gate, up), dim=-1) if activation.is_gated else gate
@@ -49,7 +64,7 @@ def computes(module: nn.Module, name: str, activation: MoEActivation, params: Ac
 
 
 def _arguments(limits: list[float]) -> tuple[Tensor, Tensor]:
-    """Gate and up [1, P]: every value beside every other, past the largest of ``limits``."""
+    """Return gate and up [1, P]: every pair of test values, beyond the largest of ``limits``."""
     values = _values(max(limit for limit in limits if math.isfinite(limit)))
     gate, up = torch.meshgrid(values, values, indexing="ij")
     return gate.reshape(1, -1), up.reshape(1, -1)
@@ -60,8 +75,8 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _values(largest: float) -> Tensor:
-    """Arguments from small ones to well past ``largest``, of both signs."""
-    # transformers changes torch's default dtype, and device, while it builds a model
+    """Return test values from small ones to well beyond ``largest``, of both signs."""
+    # transformers changes torch's default dtype and device while it builds a model
     bounds = (0.05, 4.0, 12), (0.2, 3.0, 8)
     small, large = (torch.linspace(*one, dtype=torch.float32, device="cpu") for one in bounds)
     sizes = torch.cat((small, large * largest))
@@ -69,7 +84,7 @@ def _values(largest: float) -> Tensor:
 
 
 def _computed(module: nn.Module, name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """What ``module`` makes of ``gate`` and ``up`` [1, P], which lie as its own matrix product returns them."""
+    """Evaluate the module's activation on ``gate`` and ``up`` [1, P], in its GEMM's layout."""
     try:
         if not _is_gated(module):
             result = module.act_fn(gate)  # type: ignore[operator]
@@ -77,7 +92,7 @@ def _computed(module: nn.Module, name: str, gate: Tensor, up: Tensor) -> Tensor:
             result = module._apply_gate(torch.cat((gate, up), dim=-1))  # type: ignore[operator]
         else:
             result = module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))  # type: ignore[operator]
-    except Exception as error:  # code of a family that nobody has looked at
+    except Exception as error:  # unknown model code may raise anything
         raise ConfigError(f"the activation function of {name} cannot be called: {error}") from error
     if not isinstance(result, Tensor) or result.shape != gate.shape:
         raise ConfigError(f"{name} computes {_described(module)}, which does not give one value per gate")
@@ -85,7 +100,7 @@ def _computed(module: nn.Module, name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[MoEActivation, ActivationParams | None]]:
-    """Activations of the module's kind: as they are by default, then with every number that the module has."""
+    """Yield candidate activations: first with defaults, then with each number the module has."""
     kinds = [kind for kind in MoEActivation if kind.is_gated is _is_gated(module)]
     for kind in kinds:
         yield kind, None
@@ -98,7 +113,7 @@ def _candidates(module: nn.Module) -> Iterator[tuple[MoEActivation, ActivationPa
 
 
 def _numbers(module: nn.Module, word: str) -> list[float]:
-    """Positive numbers that the module, or its activation function, holds under names with ``word`` in them."""
+    """Return the module's and its activation function's positive numbers named like ``word``."""
     holders = (vars(module), vars(getattr(module, "act_fn", None) or nn.Identity()))
     found = [value for holder in holders for key, value in holder.items() if word in key]
     return [float(v) for v in dict.fromkeys(v for v in found if isinstance(v, int | float)) if v > 0]
@@ -109,7 +124,7 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _described(module: nn.Module) -> str:
-    """The activation as the module's source names it."""
+    """Describe the activation as the module's source names it."""
     function = getattr(module, "act_fn", None)
     text = "" if function is None else getattr(function, "__name__", type(function).__name__)
     own = type(module).__dict__.get("_apply_gate")

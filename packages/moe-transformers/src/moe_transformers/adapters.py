@@ -1,4 +1,4 @@
-"""PEFT's adapters: of the experts that moe-core runs there are none, of everything else there may be any."""
+"""PEFT adapters: refused for experts that moe-core runs, allowed for all other modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_core import ConfigError, FusedMoELayer
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-#: parameters that transformers' experts have and an adapter may target
+#: parameters of transformers' experts that an adapter may target
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 _WHY = (
     "moe-core runs these experts and applies no adapter to them. Leave them out of the adapter, or merge it into the "
@@ -22,12 +22,20 @@ _WHY = (
 
 
 def wrapped_by(model: nn.Module, name: str) -> str | None:
-    """Name of the PEFT layer that holds, and so adapts or copies, the module ``name`` of ``model``."""
+    """Return the name of the PEFT layer that wraps, and so adapts or copies, a module.
+
+    Args:
+        model: model that may have adapters.
+        name: name of the module.
+
+    Returns:
+        The name, or None if no PEFT layer wraps the module.
+    """
     parts = name.split(".")
     for end in range(len(parts)):
         above = ".".join(parts[:end])
         module = model.get_submodule(above)
-        # layers of tuners, and copies for training (modules_to_save)
+        # tuner layers and training copies (modules_to_save)
         if hasattr(module, "base_layer") or hasattr(module, "original_module"):
             return above
     return None
@@ -35,9 +43,10 @@ def wrapped_by(model: nn.Module, name: str) -> str | None:
 
 @functools.cache
 def guard_adapters() -> None:
-    """Have PEFT, where it is installed, refuse adapters of the experts that moe-core runs before it adds any layer.
+    """Make PEFT, if installed, refuse adapters of experts that moe-core runs.
 
-    PEFT warns where it finds no parameter for a part of an adapter, and applies the rest.
+    The check runs before PEFT adds any layer. Without it, PEFT warns about parameters it does not find and applies the
+    rest of the adapter.
     """
     if importlib.util.find_spec("peft") is None:
         return
@@ -53,14 +62,22 @@ def guard_adapters() -> None:
 
 
 def refuse_adapter(model: nn.Module, config: Any) -> None:
-    """ConfigError where an adapter of ``config``, PEFT's, would be one of experts that moe-core runs."""
+    """Refuse a PEFT adapter that targets experts run by moe-core.
+
+    Args:
+        model: model with layers of moe-core.
+        config: PEFT's configuration of the adapter.
+
+    Raises:
+        ConfigError: names the target.
+    """
     places = list(_places(model))
     if not places:
         return
     for name in places:
         modules = getattr(config, "target_modules", None) or ()
         for target in () if isinstance(modules, str) else modules:
-            # the experts' module, or one below it ("experts.3.up_proj")
+            # the experts module, or one below it ("experts.3.up_proj")
             if f".{name}".endswith(f".{target}") or f".{name.rpartition('.')[2]}." in f".{target}.":
                 raise ConfigError(f"target_modules of the adapter names {target}: {_WHY}")
     targets = set(getattr(_as_here(model, config), "target_parameters", None) or ())
@@ -77,13 +94,13 @@ def _places(model: nn.Module) -> Iterator[str]:
 
 
 def _as_here(model: nn.Module, config: Any) -> Any:
-    """A copy of ``config`` with the names that PEFT turns those of older releases of transformers into."""
+    """Copy ``config`` with names of older transformers versions converted as PEFT converts them."""
     config = copy.deepcopy(config)
     if not hasattr(getattr(model, "config", None), "model_type"):
         return config
     try:
         conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
-    except ImportError:  # releases that convert nothing
+    except ImportError:  # versions without such conversions
         return config
     mapping = get_model_conversion_mapping(model)
     conversion.convert_peft_config_for_transformers(config, model=model, conversions=mapping)

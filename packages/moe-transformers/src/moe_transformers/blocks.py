@@ -1,4 +1,4 @@
-"""The experts of a model's blocks, as transformers builds them."""
+"""Experts modules of a model's MoE blocks, as transformers builds them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import nn
 
 from moe_transformers.activation import computes
 
-#: parts of an experts module that compute nothing which a layer of moe-core does not
+#: submodules of an experts module that a layer of moe-core covers
 _KNOWN_PARTS = ("act_fn",)
-#: soft caps of what goes into the activation, modules or numbers
+#: soft caps of the activation's inputs, modules or numbers
 _SOFT_CAPS = ("gate_softcap", "up_softcap")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Where a model has experts.
+    """Location of experts in a model.
 
-    - ``name`` of the experts' module ("model.layers.3.mlp.experts"), the ``module`` itself
-    - ``index`` of the layer, by which a checkpoint's names know it
+    Attributes:
+        name: name of the experts module ("model.layers.3.mlp.experts").
+        module: the experts module.
+        index: layer index, as in the checkpoint's tensor names.
     """
 
     name: str
@@ -31,7 +33,14 @@ class Block:
     index: int
 
     def check(self, config: FusedMoEConfig) -> None:
-        """ConfigError unless the module computes what a layer of ``config`` does."""
+        """Check that the module computes the same as a layer of ``config``.
+
+        Args:
+            config: configuration of a layer of moe-core.
+
+        Raises:
+            ConfigError: the module computes something else.
+        """
         kind, module = type(self.module).__name__, self.module
         refuse_parts(module, self.name)
         weights = sum(tensor.numel() for name, tensor in module.named_parameters() if "bias" not in name)
@@ -50,7 +59,15 @@ class Block:
 
 
 def refuse_parts(module: nn.Module, name: str) -> None:
-    """ConfigError where the experts' ``module``, ``name``, computes with more than projections and an activation."""
+    """Refuse experts that compute more than projections and an activation.
+
+    Args:
+        module: experts module of transformers.
+        name: name of the module, for errors.
+
+    Raises:
+        ConfigError: names the extra parts.
+    """
     holders = (module, getattr(module, "act_fn", None))
     parts = [cap for cap in _SOFT_CAPS if any(getattr(holder, cap, None) is not None for holder in holders)]
     parts += [part for part, _ in module.named_children() if part not in (*_KNOWN_PARTS, *parts)]
@@ -61,9 +78,12 @@ def refuse_parts(module: nn.Module, name: str) -> None:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of all experts of ``model`` that are called with the router's choice.
+    """Yield (name, module) of all experts modules that take the router's choice as arguments.
 
     transformers marks their classes (``use_experts_implementation``).
+
+    Args:
+        model: model of transformers.
     """
     for name, module in model.named_modules():
         if isinstance(getattr(module, "is_transposed", None), bool) and hasattr(module, "has_gate"):
@@ -71,7 +91,11 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def blocks(model: nn.Module) -> Iterator[Block]:
-    """All of them that are in a layer of the model proper, which has a number."""
+    """Yield the experts of all numbered layers, without those that predict further tokens.
+
+    Args:
+        model: model of transformers.
+    """
     for name, module in experts_modules(model):
         numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
         if numbers and not predicts_ahead(name):

@@ -1,4 +1,7 @@
-"""What ``moe generate`` and ``moe perplexity`` take.  Nothing here imports torch: help and completion load it."""
+"""Arguments of ``moe generate`` and ``moe perplexity``.
+
+Nothing here imports torch, since help and shell completion load this module.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ Windows begin --stride tokens apart, at most --window; where they overlap, a tok
 The first token of the text is never scored; without overlap, neither is the first of any other window.  So two formats,
 or two backends (--backend, --experts), compare on the same text."""
 
-#: default of --window, unless the model takes fewer tokens
+#: default of --window, unless the model's context is shorter
 WINDOW = 2048
 
 
@@ -60,7 +63,7 @@ def _perplexity(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
-    """How the model is loaded."""
+    """Add the arguments of model loading."""
     add_device(parser, "cpu, cuda, cuda:1 … or auto, over all GPUs (default: cuda if there is one)")
     add_dtype(parser)
     add_backend(parser)
@@ -80,18 +83,18 @@ def _check_generate(args: argparse.Namespace) -> None:
 
 
 def check_windows(args: argparse.Namespace, longest: int | None = None) -> int:
-    """Find the window that ``--window`` and ``--stride`` ask for.
+    """Determine the window size from ``--window`` and ``--stride``.
 
     Args:
         args: Parsed arguments: ``window``, ``stride`` and ``max_tokens``, None where not given.
-        longest: Tokens that the model takes, None where unknown.
+        longest: Maximum number of tokens of the model, None if unknown.
 
     Returns:
-        Tokens of a window.
+        Tokens per window.
 
     Raises:
-        RefusedError: A number is too small, the window is longer than the model takes, or windows that are ``stride``
-            tokens apart leave tokens out.
+        RefusedError: A number is too small, the window exceeds the model's maximum, or windows ``stride`` tokens apart
+            would skip tokens.
     """
     check_least(args, window=2, stride=1, max_tokens=2)
     window: int = args.window or min(WINDOW, longest or WINDOW)

@@ -1,9 +1,8 @@
-"""A checkpoint without the experts that moe-core runs, as if all of it had been stored in 16 bits.
+"""View of a checkpoint's non-expert tensors, as if they were all stored in 16 bits.
 
-transformers loads from a mapping of names to things that give a tensor when they are indexed.  A linear layer that the
-checkpoint has quantised becomes one entry, its weight, which is read and dequantised then; so whatever transformers
-does to names and tensors of a model's checkpoints in 16 bits fits, and no package of the tool that quantised it is
-needed.
+transformers loads from a mapping of names to objects that return a tensor when indexed. A quantized linear layer
+becomes one entry, its weight, which is read and dequantized when indexed. As a result, transformers' conversions of
+names and tensors for 16-bit checkpoints apply unchanged, and the quantization tool's package is not needed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,19 @@ from torch import Tensor
 
 
 class LazyTensor:
-    """A tensor of that ``shape``, read where it is indexed; a part of it has memory of its own."""
+    """Tensor that is read when it is indexed; a slice of it owns its memory.
+
+    Args:
+        read: function that reads the whole tensor.
+        shape: shape of the tensor.
+    """
 
     def __init__(self, read: Callable[[], Tensor], shape: Sequence[int]) -> None:
         self._read = read
         self._shape = shape
 
     def get_shape(self) -> list[int]:
-        """As of the slices of safetensors: transformers asks it where ranks have parts."""
+        """Return the shape, like safetensors slices; transformers calls it for sharded tensors."""
         return list(self._shape)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -42,10 +46,17 @@ def dense_tensors(
     device: torch.device | str,
     target: torch.device | str = "cpu",
 ) -> Mapping[str, LazyTensor]:
-    """All tensors of ``checkpoint`` but ``left_out``; quantised weights in ``dtype``, dequantised on ``device``.
+    """Map names to all tensors of a checkpoint except ``left_out``, read lazily.
 
-    ``target``: where others are read to.
-    Raises CheckpointError for a quantised weight that no installed format reads.
+    Args:
+        checkpoint: the checkpoint.
+        left_out: names of tensors to omit.
+        dtype: dtype of dequantized weights.
+        device: device on which weights are dequantized.
+        target: device to which other tensors are read.
+
+    Raises:
+        CheckpointError: no installed format reads a quantized weight.
     """
     without = set(left_out)
     names = [name for name in checkpoint.names if name not in without]

@@ -1,4 +1,4 @@
-"""A layer of moe-core where a block of transformers has its experts."""
+"""Modules that run a transformers block's experts as a layer of moe-core."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from moe_transformers.saving import guard_saving
 
 
 class MoeCoreExperts(nn.Module):
-    """The routed experts of one block; routing stays with the block.
+    """The routed experts of one block; routing stays in the block.
 
-    Without a ``layer`` it keeps their place while the rest of a model is loaded.  Its weights are no parameters: they
-    are in the layout of the layer's backend, so ``state_dict()`` leaves them out and ``save_pretrained`` refuses the
-    model (see :class:`moe_core.FusedMoELayer`).  ``load_state_dict()`` takes the tensors of transformers' experts, laid
-    out in the ``form`` of the module that was here before.
+    The weights are not parameters, since they have the layout of the layer's backend. ``state_dict()`` therefore omits
+    them and ``save_pretrained`` refuses the model (see :class:`moe_core.FusedMoELayer`). ``load_state_dict()`` takes
+    tensors of transformers' experts in the layout that ``form`` describes.
+
+    Args:
+        layer: layer of moe-core; None while the rest of the model is being loaded.
+        form: tensor layout of the transformers module that this one replaces.
     """
 
     layer: FusedMoELayer | None
@@ -37,13 +40,21 @@ class MoeCoreExperts(nn.Module):
         _guard()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The experts' sum weighted by ``top_k_weights`` of ``hidden_states`` [..., K], of the same shape.
+        """Run the experts and sum their outputs, weighted by ``top_k_weights``.
 
-        ``top_k_index`` [..., k] int64 and ``top_k_weights`` [..., k] in float32 or 16 bits are what the router chose;
-        an id that is no expert's selects nothing.
+        Args:
+            hidden_states: [..., K].
+            top_k_index: int64 [..., k], expert ids from the router; an invalid id selects no expert.
+            top_k_weights: [..., k], router weights in float32 or 16 bits.
 
-        Raises TensorError for arguments of another shape, dtype or device, and outside ``torch.no_grad()`` for those
-        that require grad: no gradients are computed.
+        Returns:
+            Output of the shape of ``hidden_states``.
+
+        Raises:
+            TensorError: a shape, dtype or device is wrong, or an argument requires grad outside ``torch.no_grad()``,
+                since no
+                gradients are computed.
+            ConfigError: the experts are not loaded yet.
         """
         if self.layer is None:
             raise ConfigError("the experts are not loaded yet")
@@ -63,13 +74,17 @@ class MoeCoreExperts(nn.Module):
 
 
 def _guard() -> None:
-    """Have PEFT and transformers refuse what they would do to a model with such experts by leaving these out."""
+    """Make PEFT and transformers refuse operations that would silently omit such experts."""
     guard_adapters()
     guard_saving()
 
 
 def form_of(module: nn.Module) -> ExpertsForm:
-    """How ``module``, experts as transformers builds them, holds its tensors."""
+    """Return the tensor layout of an experts module of transformers.
+
+    Args:
+        module: experts module.
+    """
     return ExpertsForm(
         transposed=bool(getattr(module, "is_transposed", False)),
         interleaved=not getattr(module, "is_concatenated", True),
@@ -77,7 +92,17 @@ def form_of(module: nn.Module) -> ExpertsForm:
 
 
 def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What :meth:`MoeCoreExperts.forward` returns, by any ``layer``; a block may choose other numbers of experts."""
+    """Compute :meth:`MoeCoreExperts.forward` with ``layer``, for any number of experts per token.
+
+    Args:
+        layer: layer of moe-core.
+        hidden_states: [..., K].
+        top_k_index: int64 [..., k].
+        top_k_weights: [..., k].
+
+    Returns:
+        Output of the shape of ``hidden_states``.
+    """
     chosen, k = top_k_index.shape[-1], layer.config.top_k
     if top_k_index.dim() != 2 or top_k_weights.dim() != 2:
         top_k_index, top_k_weights = top_k_index.reshape(-1, chosen), top_k_weights.reshape(-1, chosen)
@@ -95,9 +120,13 @@ def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor
 
 
 def share_workspaces(layers: Iterable[FusedMoELayer]) -> None:
-    """On GPUs, one workspace per device for all ``layers`` of a model: one call of the model runs at a time.
+    """Share one workspace per GPU among all layers of a model.
 
-    A layer that has one keeps it, since captured graphs may write into it.
+    Only one call of the model may then run at a time. A layer that already has a workspace keeps it, since captured
+    CUDA graphs may write to it.
+
+    Args:
+        layers: layers of one model.
     """
     by_device: dict[torch.device, list[FusedMoELayer]] = {}
     for layer in layers:

@@ -1,8 +1,8 @@
-"""Experts that transformers filled, as canonical weights of moe-core.
+"""Conversion of experts loaded by transformers to canonical weights of moe-core.
 
-transformers keeps the experts of a block in 3-D parameters of one module.  Two kinds are known: 16-bit tensors, under
-the flags that the decorator ``use_experts_implementation`` sets, and the e4m3 tensors of ``FP8Experts``.  What is
-canonical already is taken as it is: the weights here share its memory.
+transformers stores the experts of a block in 3-D parameters of one module. Two kinds are supported: 16-bit tensors,
+described by the flags of the decorator ``use_experts_implementation``, and the e4m3 tensors of ``FP8Experts``. Tensors
+that are already canonical share the module's memory.
 """
 
 from __future__ import annotations
@@ -33,27 +33,43 @@ from torch import Tensor, nn
 from moe_transformers.activation import activation_of
 from moe_transformers.blocks import refuse_parts
 
-#: what the decorator says of a module, the value of releases that do not know it
+#: flags of the decorator and their defaults for versions that do not set them
 _FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-#: static activation scales of FP8Experts, which names those of experts without a gate as of those with one
+#: static activation scales of FP8Experts, which uses the gated names for ungated experts too
 _STATIC = ("gate_up_proj_activation_scale", "down_proj_activation_scale")
-#: where configurations say how many experts a token has
+#: configuration entries with the number of experts per token
 _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tensors_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are experts of ``module``, by name; the order is that of the module."""
+    """Return the parameters of an experts module by name, in the module's order.
+
+    Args:
+        module: experts module of transformers.
+    """
     return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether the experts of ``module`` are 8-bit numbers with scales."""
+    """Return whether the experts are 8-bit values with scales.
+
+    Args:
+        module: experts module of transformers.
+    """
     return module.down_proj.element_size() == 1  # type: ignore[operator]
 
 
 def top_k_of(module: nn.Module, name: str) -> int:
-    """Experts of each token, as the module's configuration says.  Raises ConfigError where it does not."""
+    """Return the experts per token from the module's configuration.
+
+    Args:
+        module: experts module of transformers.
+        name: name of the module, for errors.
+
+    Raises:
+        ConfigError: the configuration does not specify it.
+    """
     found = stated_top_k(module)
     if found is not None:
         return found
@@ -61,7 +77,11 @@ def top_k_of(module: nn.Module, name: str) -> int:
 
 
 def stated_top_k(module: nn.Module) -> int | None:
-    """Experts of each token, as the module's configuration says; None where it does not."""
+    """Return the experts per token from the module's configuration, None if not specified.
+
+    Args:
+        module: experts module of transformers.
+    """
     config = getattr(module, "config", None)
     found = (getattr(config, key, None) for key in _TOP_K)
     return next((count for count in found if isinstance(count, int)), None)
@@ -69,7 +89,13 @@ def stated_top_k(module: nn.Module) -> int | None:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a module holds: ``config`` of the layer for moe-core, and its flags."""
+    """Experts module filled by transformers.
+
+    Attributes:
+        module: the experts module.
+        name: name of the module, for errors.
+        config: configuration of the equivalent layer of moe-core.
+    """
 
     module: nn.Module
     name: str
@@ -77,10 +103,16 @@ class Filled:
 
     @staticmethod
     def of(module: nn.Module, name: str, *, top_k: int, dtype: torch.dtype) -> Filled:
-        """The experts of ``module``, called ``name`` in errors, for hidden states of ``dtype``.
+        """Describe an experts module without converting anything.
 
-        Nothing is converted.  Raises ConfigError for what moe-core does not compute, by name, and for tensors that are
-        elsewhere (offloaded, not loaded).
+        Args:
+            module: experts module of transformers.
+            name: name of the module, for errors.
+            top_k: experts per token.
+            dtype: dtype of the hidden states.
+
+        Raises:
+            ConfigError: names what moe-core does not compute, or a tensor that is offloaded or not loaded.
         """
         refuse_parts(module, name)
         _refuse_unknown(module, name)
@@ -101,7 +133,10 @@ class Filled:
         return Filled(module, name, config)
 
     def weights(self) -> MoEWeights:
-        """Canonical weights; of e4m3 ones the values, and scales where they are canonical, in the module's memory."""
+        """Return canonical weights.
+
+        e4m3 values, and scales that are already canonical, share the module's memory.
+        """
         tensors = {name: tensor.detach() for name, tensor in tensors_of(self.module).items()}
         return self._fp8(tensors) if is_quantized(self.module) else self._sixteen_bit(tensors)
 
@@ -156,7 +191,7 @@ class Filled:
         )
 
     def _check_static(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise TensorError for scales that cannot be: transformers does not load those of every checkpoint."""
+        """Raise TensorError for invalid scales: transformers does not load those of every checkpoint."""
         for name in _STATIC:
             scale = tensors[name]
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
@@ -166,7 +201,7 @@ class Filled:
                 )
 
     def _with_own_rows(self, key: QuantKey, w13_scale: Tensor, w2_scale: Tensor) -> tuple[QuantKey, Tensor, Tensor]:
-        """Scales of which gate and up have rows of their own; a block of both is repeated for smaller blocks."""
+        """Give gate and up separate scale rows, repeating shared blocks' scales for smaller blocks."""
         inter, rows = self.config.intermediate_size, key.group_shape.row
         stacked = -(-2 * inter // rows)
         if w13_scale.shape[1] != stacked or stacked == 2 * -(-inter // rows):
@@ -179,7 +214,7 @@ class Filled:
 
 
 def _refuse_unknown(module: nn.Module, name: str) -> None:
-    """Raise ConfigError for parameters that moe-core would leave out, or that have no values here."""
+    """Raise ConfigError for parameters that moe-core would ignore or that have no values here."""
     known = {f"{part}{end}" for part in ("gate_up_proj", "up_proj", "down_proj") for end in _ENDS}
     for own, tensor in (*module.named_parameters(), *module.named_buffers()):
         if own not in known:
@@ -201,7 +236,7 @@ _ENDS = ("", "_bias", "_scale_inv", "_activation_scale")
 
 
 def _fp8_keys(block: tuple[int, int] | None, scale: torch.dtype, static: bool) -> tuple[QuantKey, QuantKey]:
-    """(weight key, activation key) of ``FP8Experts``: as checkpoints of the same kind are read."""
+    """Return (weight key, activation key) of ``FP8Experts``, as for checkpoints of the same kind."""
     if block is None:
         return kFp8StaticTensorSym, kFp8StaticTensorSym if static else kFp8DynamicTokenSym
     rows, cols = block
@@ -216,9 +251,14 @@ def _float32(scale: Tensor) -> Tensor:
 
 
 def as_module_holds(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The canonical ``tensor`` called ``name`` ("w13", "w2_bias") as the 16-bit parameters of ``module`` hold it.
+    """Convert a canonical tensor to the layout of a module's 16-bit parameters.
 
     The inverse of :meth:`Filled.weights`.
+
+    Args:
+        module: experts module of transformers.
+        name: name of the canonical tensor ("w13", "w2_bias").
+        tensor: the canonical tensor.
     """
     if name.startswith("w13") and not getattr(module, "is_concatenated", True):
         tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
@@ -228,5 +268,5 @@ def as_module_holds(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def _gate_rows_first(rows: Tensor) -> Tensor:
-    """[E, 2N, ...] of gate and up in turns as gate rows, then up rows; a copy."""
+    """Copy interleaved gate and up rows [E, 2N, ...] to gate rows, then up rows."""
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)

@@ -1,9 +1,9 @@
-"""``experts_implementation="moe_core"``: experts that transformers filled, run by moe-core.
+"""``experts_implementation="moe_core"``: experts loaded by transformers, run by moe-core.
 
-Importing this module registers the name, so that ``from_pretrained(..., experts_implementation="moe_core")`` and
-``model.set_experts_implementation("moe_core")`` take it.  A module's layer is made in its first call, or by
-:func:`prepare_experts`.  The module keeps its tensors, whose memory the layer shares where its backend's layout is
-theirs, so ``set_experts_implementation("eager")`` goes back at any time.
+Importing this module registers the name for ``from_pretrained(..., experts_implementation="moe_core")`` and
+``model.set_experts_implementation("moe_core")``. A module's layer is created in its first call, or by
+:func:`prepare_experts`. The module keeps its tensors; the layer shares their memory if its backend uses the same
+layout. ``set_experts_implementation("eager")`` therefore switches back at any time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from moe_transformers.blocks import experts_modules
 from moe_transformers.experts import MoeCoreExperts, run_experts, share_workspaces
 from moe_transformers.filled import Filled, is_quantized, tensors_of, top_k_of
 
-#: the name by which models choose these experts
+#: experts_implementation name of moe-core
 IMPLEMENTATION = "moe_core"
-#: version of a tensor that was made in inference mode, where torch counts no writes
+#: version of tensors created in inference mode, for which torch counts no writes
 _UNCOUNTED = -1
 #: attribute of an experts module
 _HELD = "_moe_core_held"
 
 
 class ExpertsMemoryWarning(UserWarning):
-    """Experts are in memory twice: as transformers filled them, and in the layout of a backend."""
+    """Experts are in memory twice: in transformers' layout and in a backend's."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The layer of one module; the tensors that it was made of, where they were, and their versions."""
+    """Layer of one module, and the tensors it was created from with their addresses and versions."""
 
     layer: FusedMoELayer
     tensors: Mapping[str, nn.Parameter]
@@ -53,37 +53,45 @@ class _Held:
         return _Held(layer, tensors, places, versions)
 
     def is_of(self, module: nn.Module, top_k: int, dtype: torch.dtype) -> bool:
-        """Whether the module still holds these tensors, in the same memory, and the layer is for such calls."""
+        """Return whether the module still holds these tensors, unmoved, and the layer fits."""
         own, config = module._parameters, self.layer.config
         if config.top_k != top_k or config.dtype is not dtype:
             return False
-        # every call asks: no function of Python is called for a tensor
+        # Every call runs this check, so no Python function is called per tensor.
         for (name, tensor), place in zip(self.tensors.items(), self.places, strict=True):
             if own.get(name) is not tensor or tensor.data_ptr() != place:
                 return False
         return True
 
     def is_current(self) -> bool:
-        """Whether torch counted no change of the tensors since."""
+        """Return whether torch has counted no write to the tensors since."""
         for tensor, version in zip(self.tensors.values(), self.versions, strict=True):
             if (_UNCOUNTED if tensor.is_inference() else tensor._version) != version:
                 return False
         return True
 
     def __reduce__(self) -> Any:
-        # a copy of the module has tensors of its own, and makes a layer of them
+        # a copy of the module has separate tensors and creates a new layer
         return type(None), ()
 
 
 def moe_core_experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts of ``module``, as transformers calls them: ``hidden_states`` [T, K] -> [T, K].
+    """Run the experts of ``module``, with the signature that transformers calls.
 
-    ``top_k_index`` and ``top_k_weights`` [T, k] are what the router chose; an id that is no expert's selects nothing.
+    Args:
+        module: experts module with weights from transformers.
+        hidden_states: [T, K].
+        top_k_index: [T, k], expert ids from the router; an invalid id selects no expert.
+        top_k_weights: [T, k].
 
-    Raises ConfigError where moe-core does not compute what the module does, or the experts are in 16 bits;
-    TensorError for gradients.
+    Returns:
+        Output [T, K].
+
+    Raises:
+        ConfigError: moe-core does not compute what the module does, or the experts are in 16 bits.
+        TensorError: gradients are required.
     """
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         raise TensorError(
@@ -91,7 +99,8 @@ def moe_core_experts_forward(
             'torch.inference_mode(), or train with model.set_experts_implementation("eager")'
         )
     held: _Held | None = getattr(module, _HELD, None)
-    # what a compiler traces it guards itself, except memory and versions: prepare_experts renews the layer then
+    # A compiler adds guards for what it traces, except memory and versions; prepare_experts renews the layer in that
+    # case.
     if not torch.compiler.is_compiling():
         held = _current(module, top_k_index.shape[-1], hidden_states.dtype)
     elif held is None:
@@ -100,19 +109,24 @@ def moe_core_experts_forward(
 
 
 def prepare_experts(model: nn.Module, *, backend: str = "auto") -> None:
-    """Make the layers of all experts of ``model`` now, or bring them up to date with the modules' tensors.
+    """Create the layers of all experts now, or update them from the modules' tensors.
 
-    Not needed for ordinary calls, which do so by themselves.  Call it
+    Ordinary calls do this automatically. Call it
 
-    - before ``torch.compile(fullgraph=True)``, and before capturing a CUDA graph
-    - after weights were written where torch counts no change (``parameter.data.copy_(...)``), or that a compiled model
-      or a captured graph reads: while the parameters stay where they are, layers are renewed in place
+    - before ``torch.compile(fullgraph=True)`` and before capturing a CUDA graph
+    - after writes that torch does not count (``parameter.data.copy_(...)``), or to weights that a compiled model or a
+      captured graph reads; layers are updated in place while the parameters keep their addresses
     - to choose a ``backend`` by name
 
-    On GPUs the layers share workspaces, so one call of the model runs at a time.
+    On GPUs the layers share workspaces, so only one call of the model may run at a time.
 
-    Raises ConfigError for a model without experts that transformers filled, and what the first call would raise, before
-    any layer is made.
+    Args:
+        model: model of transformers.
+        backend: name of the backend, or "auto".
+
+    Raises:
+        ConfigError: the model has no experts loaded by transformers, or its first call would fail. Nothing is created
+            then.
     """
     found = list(experts_modules(model))
     if not found:
@@ -125,7 +139,14 @@ def prepare_experts(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def hidden_dtype(model: nn.Module) -> torch.dtype:
-    """What hidden states of ``model`` are in: the dtype of its embeddings, or of its first 16-bit parameter."""
+    """Return the dtype of hidden states: that of the embeddings or the first 16-bit parameter.
+
+    Args:
+        model: model of transformers.
+
+    Raises:
+        ConfigError: the model has no 16-bit parameter.
+    """
     embeddings: nn.Module = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else nn.Identity()
     for tensor in (*embeddings.parameters(), *model.parameters()):
         if tensor.is_floating_point() and tensor.element_size() > 1:
@@ -134,7 +155,7 @@ def hidden_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _filled(module: nn.Module, name: str, top_k: int, dtype: torch.dtype) -> Filled:
-    """What the module holds, if it can be run as it is."""
+    """Return the module's contents if moe-core can run them unchanged."""
     filled = Filled.of(module, name, top_k=top_k, dtype=dtype)
     if not is_quantized(module):
         names = ", ".join(registry().online_names())
@@ -149,7 +170,7 @@ def _filled(module: nn.Module, name: str, top_k: int, dtype: torch.dtype) -> Fil
 
 
 def _current(module: nn.Module, top_k: int, dtype: torch.dtype) -> _Held:
-    """The module's layer, made or renewed where its tensors are others, or were written, since."""
+    """Return the module's layer, renewed if its tensors were replaced or written since."""
     held: _Held | None = module.__dict__.get(_HELD)
     if held is not None and held.is_of(module, top_k, dtype) and held.is_current():
         return held
@@ -166,7 +187,7 @@ _current_untraced = torch.compiler.disable(  # type: ignore[no-untyped-call]
 def _renew(filled: Filled, backend: str) -> _Held:
     module, config = filled.module, filled.config
     held: _Held | None = module.__dict__.get(_HELD)
-    # tensors made in inference mode could not be written in place later
+    # tensors created in inference mode could not be written in place later
     with torch.inference_mode(False), torch.no_grad():
         weights = filled.weights()
         if held is not None and held.is_of(module, config.top_k, config.dtype) and _is_of(backend, held.layer):
@@ -185,7 +206,7 @@ def _is_of(backend: str, layer: FusedMoELayer) -> bool:
 
 
 def _tell_of_copies(filled: Filled, weights: MoEWeights, layer: FusedMoELayer) -> None:
-    """Warn where the layer holds the weights in memory of its own."""
+    """Warn if the layer stores the weights in separate memory."""
     if layer.weights.w13.data_ptr() != weights.w13.data_ptr():
         warnings.warn(
             f"the backend {layer.selection.backend} has a layout of its own, so experts are in memory twice; "

@@ -1,4 +1,4 @@
-"""Experts for which transformers found no values: it would leave them at random ones, with a report."""
+"""Detection of experts without checkpoint values, which would be initialized at random."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from moe_core import CheckpointError
 from moe_core.api.models import parse_name
 
-#: what modules that hold experts are called ("experts", "shared_expert", "expert_0", "shared_mlp"), and their classes
+#: names of modules that hold experts ("experts", "shared_expert", "expert_0", "shared_mlp"), and their class names
 _NAMED = re.compile(r"(^|_)experts?($|_)|^shared_mlp$")
 _CLASS = re.compile(r"Experts?$")
 
 
 def refuse_missing_experts(model: Any, missing: Iterable[str]) -> None:
-    """Raise CheckpointError where a parameter below an experts module is among the names ``missing``.
+    """Raise CheckpointError if a missing parameter belongs to an experts module.
 
     Args:
         model: A model of transformers.
-        missing: Names of parameters without values in the checkpoint, or with values of another shape there.
+        missing: Names of parameters that the checkpoint lacks or has with another shape.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     names = sorted(name for name in missing if name not in tied and _is_of_experts(model, name))

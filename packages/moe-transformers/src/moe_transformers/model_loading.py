@@ -1,8 +1,8 @@
-"""``with loading():`` models of transformers get the quantised experts of their checkpoints as layers of moe-core.
+"""``with loading():`` loads a checkpoint's quantized experts as layers of moe-core.
 
-transformers has no place for a package to take part in ``from_pretrained`` of any checkpoint: quantisers are known by
-``quant_method``, need the packages of the tools, and some leave experts out.  So four functions of it are replaced
-while some thread is within :func:`loading`: those that choose the quantizer and the dtype, find the files, and read
+transformers has no extension point for arbitrary checkpoints in ``from_pretrained``: quantizers are registered by
+``quant_method``, require the tools' packages, and some ignore experts. Therefore four of its functions are replaced
+while any thread is within :func:`loading`: those that choose the quantizer and the dtype, find the files, and read
 them.
 """
 
@@ -40,25 +40,35 @@ def loading(
     activation_key: QuantKey | str | None = "checkpoint",
     groups: ParallelGroups | None = None,
 ) -> Iterator[None]:
-    """Within it, ``from_pretrained`` loads quantised experts as layers of moe-core.
+    """Make ``from_pretrained`` load quantized experts as layers of moe-core.
 
-    Everything else is transformers': the model's classes, routing, names of tensors, ``device_map``.  Linear layers
-    that the checkpoint has quantised too become weights in the model's ``dtype``, without the package of the tool that
-    quantised them.  Experts in 16 bits stay transformers', unless ``quantize`` names what to make of them
-    ("fp8_per_channel").  ``backend``, ``quantize`` and ``activation_key`` are those of :func:`moe_core.load_layer`.
+    transformers provides everything else: model classes, routing, tensor names, ``device_map``. Other linear layers
+    that the checkpoint has quantized become weights in the model's ``dtype``, without the quantization tool's package.
+    16-bit experts stay with transformers unless ``quantize`` is given. Peak memory is that of the model plus one layer.
 
-    On several ranks, each a process, ``groups`` (:class:`moe_core.ParallelGroups`) say how they share the experts; all
-    else is on every rank, or shared as ``distributed_config=DistributedConfig(tp_size=…)`` says, with which the columns
-    of experts are cut too where no groups are given.  All ranks make the same calls of the model.
+    On several ranks, one process each, ``groups`` specifies how the ranks share the experts. All other modules are
+    replicated, or sharded according to ``distributed_config=DistributedConfig(tp_size=…)``. Without ``groups``, that
+    config also shards the columns of experts. All ranks must make the same calls of the model.
 
-    ``from_pretrained`` raises RefusedError, before it reads weights, for experts that moe-core does not run, and where
-    they are to be quantised and none is in 16 bits; ConfigError for arguments that don't go with it, among them a
-    ``dtype`` that is not bfloat16, float16 or float32.  RefusedError follows the reading of weights where experts would
-    be left at random values, because the checkpoint has none for them.  Peak memory is the model's and one layer more.
+    The context applies to the thread that entered it. Other threads load as usual, even at the same time. When the last
+    thread leaves it, transformers is restored, whatever was raised.
 
-    It holds for the thread that entered it; other threads load as ever, at the same time too.  What it changes in
-    transformers is as before when the last thread has left it, whatever was raised.  Raises RegistryError for an
-    unknown ``quantize``.
+    Within the context, ``from_pretrained`` raises
+
+    - RefusedError before it reads weights, if moe-core cannot run the experts, or ``quantize`` is given and no experts
+      are
+      in 16 bits
+    - RefusedError after it read weights, if experts would keep random values because the checkpoint has none for them
+    - ConfigError for arguments that are incompatible, such as a ``dtype`` other than bfloat16, float16 or float32
+
+    Args:
+        backend: name of the backend, as in :func:`moe_core.load_layer`.
+        quantize: online quantization of 16-bit experts ("fp8_per_channel"), as in :func:`moe_core.load_layer`.
+        activation_key: quantization of the activations, as in :func:`moe_core.load_layer`.
+        groups: how ranks share the experts (:class:`moe_core.ParallelGroups`).
+
+    Raises:
+        RegistryError: ``quantize`` is unknown.
     """
     if quantize is not None:
         registry().online(quantize)
@@ -73,7 +83,7 @@ def loading(
 def _get_hf_quantizer(
     original: Callable[..., Any], config: Any, quantization_config: Any, device_map: Any, *rest: Any, **named: Any
 ) -> Any:
-    """transformers' ``get_hf_quantizer``: (quantiser, config, device_map)."""
+    """Replace transformers' ``get_hf_quantizer``; returns (quantizer, config, device_map)."""
     options = _OPTIONS.get()
     entries = _quantization_of(config)
     if options is None or named.get("gguf_file") is not None or not names_experts(config.to_dict()):
@@ -89,7 +99,7 @@ def _get_hf_quantizer(
 
 
 def _quantization_of(config: Any) -> Mapping[str, Any]:
-    """The ``quantization_config`` of a model's config, {} where it has none."""
+    """Return the ``quantization_config`` of a model's config, {} if it has none."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
@@ -99,7 +109,7 @@ def _quantization_of(config: Any) -> Mapping[str, Any]:
 
 
 def _check_method(entries: Mapping[str, Any]) -> None:
-    """RefusedError for a ``quant_method`` that no installed scheme reads."""
+    """Raise RefusedError for a ``quant_method`` that no installed scheme reads."""
     method = entries.get("quant_method")
     known = {name for scheme in registry().schemes() for name in scheme.quant_methods}
     if method is not None and str(method).removesuffix("_mixed") not in known:
@@ -108,14 +118,14 @@ def _check_method(entries: Mapping[str, Any]) -> None:
 
 
 def _get_dtype(original: Callable[..., Any], dtype: Any, *rest: Any, **named: Any) -> Any:
-    """transformers' function of that name: (config, dtype)."""
+    """Replace transformers' function of this name; returns (config, dtype)."""
     if any(isinstance(one, MoeCoreQuantizer) for one in (*rest, *named.values())):
         check_dtype(dtype)
     return original(dtype, *rest, **named)
 
 
 def _get_resolved_checkpoint_files(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """transformers' function of that name: (files, metadata)."""
+    """Replace transformers' function of this name; returns (files, metadata)."""
     files, metadata = original(*arguments, **named)
     if _OPTIONS.get() is not None and files:
         fetch_settings(Path(files[0]), str(named["pretrained_model_name_or_path"]), named["download_kwargs"] or {})
@@ -125,7 +135,7 @@ def _get_resolved_checkpoint_files(original: Callable[..., Any], *arguments: Any
 def _load_pretrained_model(
     original: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
 ) -> Any:
-    """``PreTrainedModel._load_pretrained_model``: reads the files into the model."""
+    """Replace ``PreTrainedModel._load_pretrained_model``, which reads the files into the model."""
     quantizer = load_config.hf_quantizer
     with contextlib.ExitStack() as reading:
         if isinstance(quantizer, MoeCoreQuantizer):
@@ -135,7 +145,7 @@ def _load_pretrained_model(
         info, offloaded = original(model, state_dict, files, load_config, *rest, **named)
         if isinstance(quantizer, MoeCoreQuantizer):
             quantizer.plan.complete(model, load_config, info, offloaded)
-    # expected keys are given for an adapter, whose files have nothing of the model that is loaded already
+    # Expected keys are passed for an adapter, whose files contain nothing of the already loaded model.
     if _OPTIONS.get() is not None and not (rest or named):
         try:
             refuse_missing_experts(model, info.missing_and_mismatched())
@@ -145,7 +155,7 @@ def _load_pretrained_model(
 
 
 class _Hooks:
-    """Replaces transformers' functions while any thread is within."""
+    """Replaces transformers' functions while any thread is within the context."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -167,7 +177,7 @@ class _Hooks:
             if self._users == 0:
                 while self._replaced:
                     owner, name, before, mine = self._replaced.pop()
-                    # another package's replacement, made meanwhile, calls ours, which then changes nothing
+                    # a replacement that another package made meanwhile calls ours, which then has no effect
                     if vars(owner)[name] is mine:
                         setattr(owner, name, before)
 

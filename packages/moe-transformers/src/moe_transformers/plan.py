@@ -1,4 +1,4 @@
-"""Which layers of a model's experts moe-core runs, decided before anything big is read."""
+"""Plan of which layers' experts moe-core runs, made before large tensors are read."""
 
 from __future__ import annotations
 
@@ -47,17 +47,20 @@ from moe_transformers.sixteen_bit import check_biases, missing_parameters
 
 logger = logging.getLogger(__name__)
 
-#: the block routes
+#: routing is done by the block
 GIVEN = Given(routing=PER_CALL)
 
 
 @dataclass(eq=False)
 class Layer:
-    """One layer whose experts moe-core runs: the ``block`` that calls them, and what the checkpoint has of them.
+    """One layer whose experts moe-core runs.
 
-    - ``stack``: first part of their names, where the checkpoint has several stacks of layers
-    - ``quantize``: what to make of 16-bit experts
-    - ``chosen``: what runs it, once its device is known
+    Attributes:
+        block: block that calls the experts.
+        source: the experts' tensors in the checkpoint.
+        stack: first part of their names, if the checkpoint has several stacks of layers.
+        quantize: online quantization of 16-bit experts.
+        chosen: selected backend, once the device is known.
     """
 
     block: Block
@@ -67,8 +70,16 @@ class Layer:
     chosen: ChosenLayer | None = None
 
     def choose(self, options: Options, device: torch.device) -> ChosenLayer:
-        """What would run it on ``device``; SelectionError where nothing does."""
-        # the block routes: its router would be here twice
+        """Select a backend for a device.
+
+        Args:
+            options: options of the caller.
+            device: device of the layer.
+
+        Raises:
+            SelectionError: no backend runs the layer.
+        """
+        # the block routes: the layer would duplicate its router
         return ChosenLayer.of(
             replace(self.source, router_weight=None, router_bias=None, correction_bias=None),
             device=device,
@@ -83,12 +94,16 @@ class Layer:
 
 @dataclass
 class Plan:
-    """The layers that are moe-core's, of a model that ``checkpoint`` is loaded into.
+    """Layers that moe-core runs in a model loaded from ``checkpoint``.
 
-    - ``dtype`` of the hidden states
-    - ``left_out``: names of the experts' tensors, which transformers must not look for a place for
-    - ``plain``: blocks whose experts are in 16 bits and stay transformers', with what the checkpoint has of them
-    - ``devices``: where each layer is put, by name, once that is known
+    Attributes:
+        checkpoint: the checkpoint.
+        options: options of the caller.
+        dtype: dtype of the hidden states.
+        layers: layers that moe-core runs.
+        left_out: names of the experts' tensors, which transformers must not assign to modules.
+        plain: blocks whose 16-bit experts stay with transformers, with their tensors in the checkpoint.
+        devices: device of each layer, by name, once known.
     """
 
     checkpoint: Checkpoint
@@ -101,7 +116,17 @@ class Plan:
 
     @staticmethod
     def of(model: nn.Module, folder: Path, options: Options, dtype: torch.dtype) -> Plan:
-        """Looks at the headers of ``folder``; RefusedError where quantised experts are not what moe-core runs."""
+        """Read the headers of ``folder`` and plan the layers.
+
+        Args:
+            model: model that transformers built, without weights.
+            folder: folder of the checkpoint.
+            options: options of the caller.
+            dtype: dtype of the hidden states.
+
+        Raises:
+            RefusedError: moe-core cannot run quantized experts.
+        """
         checkpoint = Checkpoint.open(folder)
         found = Plan(checkpoint, options, dtype, [], set())
         places = list(blocks(model))
@@ -120,14 +145,14 @@ class Plan:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Errors say what transformers would do instead."""
+        """Convert errors to RefusedError, which states what transformers would do instead."""
         try:
             yield
         except MoEError as error:
             raise RefusedError.of(error, self.checkpoint.quantization) from error
 
     def _add(self, block: Block) -> None:
-        """Takes a block's experts, unless they are in 16 bits and stay so, which leaves them to transformers."""
+        """Add a block's experts to the plan, or to ``plain`` if they are and stay in 16 bits."""
         checkpoint, options = self.checkpoint, self.options
         first = block.name.partition(".")[0]
         stack = first if len(checkpoint.stacks) > 1 and first in checkpoint.stacks else None
@@ -153,14 +178,17 @@ class Plan:
         if options.groups is not None:
             source = read(parallel=options.groups.parallel)
         top_k = stated_top_k(block.module)
-        if top_k is not None:  # from_pretrained(num_experts_per_tok=…) wins over config.json
+        if top_k is not None:  # from_pretrained(num_experts_per_tok=…) takes precedence over config.json
             source = replace(
                 source, config=replace(source.config, top_k=top_k), whole=replace(source.whole, top_k=top_k)
             )
         self.layers.append(Layer(block, source, stack, quantize))
 
     def _experts_left_out(self) -> Iterator[Iterable[str]]:
-        """Names of the experts' tensors that are moe-core's, or of layers that the model has not and quantised."""
+        """Yield names of expert tensors that transformers must not load.
+
+        These are the tensors of layers that moe-core runs, and quantized ones of layers the model does not have.
+        """
         checkpoint = self.checkpoint
         mine = {layer.source.prefix for layer in self.layers}
         for stack in checkpoint.stacks:
@@ -169,7 +197,7 @@ class Plan:
                     yield tensors
 
     def _refuse_to_quantize_again(self) -> None:
-        """CheckpointError where experts are to be quantised and none is in 16 bits: what is asked for would not be."""
+        """Raise CheckpointError if ``quantize`` is given and no experts are in 16 bits."""
         quantize = self.options.quantize
         if quantize is not None and self.layers and not any(layer.quantize for layer in self.layers):
             first = self.layers[0]
@@ -178,7 +206,7 @@ class Plan:
             )
 
     def _refuse_without_blocks(self, model: nn.Module) -> None:
-        """ConfigError for a model whose blocks call their experts otherwise, where these are quantised."""
+        """Raise ConfigError for a model with quantized experts that its blocks call in another way."""
         checkpoint = self.checkpoint
         for index in checkpoint.moe_layers:
             if unquantized_reason(find_layer(checkpoint, index)) is None or self.options.quantize is not None:
@@ -188,9 +216,14 @@ class Plan:
                 )
 
     def reserve(self, model: nn.Module, device: torch.device) -> int:
-        """Lets empty tensors stand for the layers' bytes while transformers divides the model among devices.
+        """Register meta tensors of the layers' sizes while transformers computes a device map.
 
-        Returns the bytes that loading needs besides: what the largest layer takes before it is converted.
+        Args:
+            model: model being loaded.
+            device: device to estimate for.
+
+        Returns:
+            Additional bytes needed for loading: what the largest layer needs before it is converted.
         """
         beside = 0
         for layer in self.layers:
@@ -201,15 +234,23 @@ class Plan:
         return beside
 
     def release(self, model: nn.Module) -> None:
-        """Takes the tensors of :meth:`reserve` away."""
+        """Remove the tensors of :meth:`reserve`.
+
+        Args:
+            model: model being loaded.
+        """
         for layer in self.layers:
             model.get_submodule(layer.block.name)._parameters.pop("weights", None)
 
     def place(self, device_map: Mapping[str, Any] | None) -> None:
-        """Takes each layer's device from ``device_map``, names of modules to devices.
+        """Assign each layer's device and select its backend.
 
-        Raises RefusedError where no backend runs a layer there, ConfigError for experts that are not where the hidden
-        states will be.
+        Args:
+            device_map: devices by module name.
+
+        Raises:
+            RefusedError: no backend runs a layer on its device.
+            ConfigError: experts are not on the device of the hidden states.
         """
         for layer in self.layers:
             name = layer.block.name
@@ -230,10 +271,16 @@ class Plan:
             logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(names))
 
     def complete(self, model: Any, load_config: Any, info: Any, offloaded: Any) -> None:
-        """Lets transformers load the 16-bit experts for whose names or layout in the checkpoint it had no place.
+        """Let transformers load 16-bit experts whose checkpoint names or layout it did not recognize.
 
-        ``info``: what its first load reported, brought up to date; ``offloaded``: its index of parameters on the disk.
-        Raises RefusedError for tensors that do not fit the modules.
+        Args:
+            model: model being loaded.
+            load_config: transformers' load configuration.
+            info: report of its first load, which is updated.
+            offloaded: transformers' index of parameters on disk.
+
+        Raises:
+            RefusedError: tensors do not fit the modules.
         """
         found: dict[str, LazyTensor] = {}
         layers: set[int] = set()
@@ -245,7 +292,7 @@ class Plan:
         if not found:
             return
         conversions = model._weight_conversions
-        # names are those of the model already: the model's conversions would be done to them again
+        # names are already the model's: its conversions must not be applied twice
         plain = replace(load_config, weight_mapping=[])
         with self.refusing():
             again, _ = convert_and_load_state_dict_in_model(model, found, plain, offloaded)
@@ -256,9 +303,12 @@ class Plan:
         info.unexpected_keys = {name for name, own in parsed.items() if own is None or own.layer not in layers}
 
     def load(self, model: nn.Module) -> None:
-        """Reads the layers' experts, one after the other, and puts them into their places.
+        """Load the layers' experts one after the other and assign them to their modules.
 
-        On GPUs they share workspaces, so one call of the model runs at a time.
+        On GPUs they share workspaces, so only one call of the model may run at a time.
+
+        Args:
+            model: model being loaded.
         """
         chosen = [layer.chosen for layer in self.layers if layer.chosen is not None]
         layers: list[FusedMoELayer] = []
@@ -271,18 +321,26 @@ class Plan:
 
 
 def _put(model: nn.Module, name: str) -> None:
-    """An empty :class:`MoeCoreExperts` in the place ``name``, which transformers does not initialise."""
+    """Put an empty :class:`MoeCoreExperts` at ``name``, which transformers does not initialize."""
     experts = MoeCoreExperts(form=form_of(model.get_submodule(name)))
     model.set_submodule(name, experts)
     block = model.get_submodule(name.rpartition(".")[0])
     for module in (experts, block):
-        # a block that has no tensors itself needs none, and some fill those of their experts
+        # A block without tensors needs no initialization, and some blocks initialize their experts' tensors.
         if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def device_of(device_map: Mapping[str, Any] | None, name: str) -> torch.device:
-    """Where ``device_map`` puts the module ``name``: "disk" is the meta device, no map the CPU."""
+    """Return the device that a device map assigns to a module.
+
+    Args:
+        device_map: devices by module name; None for the CPU.
+        name: name of the module.
+
+    Returns:
+        The device; the meta device for "disk".
+    """
     device = get_device(device_map or {"": "cpu"}, f"{name}.weights")
     if device == "disk":
         return torch.device("meta")
@@ -292,5 +350,5 @@ def device_of(device_map: Mapping[str, Any] | None, name: str) -> torch.device:
 
 
 def accelerator() -> torch.device:
-    """The kind of GPU that torch has here, else the CPU."""
+    """Return the accelerator that torch has available, else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Quantising the 16-bit experts of a model that transformers loaded."""
+"""Online quantization of 16-bit experts in a model that transformers loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_transformers.interface import IMPLEMENTATION, hidden_dtype
 
 
 class QuantizedExperts(MoeCoreExperts):
-    """Experts whose 16-bit tensors :func:`quantize_experts` has taken the place of."""
+    """Experts whose 16-bit tensors were replaced by :func:`quantize_experts`."""
 
     layer: FusedMoELayer
 
@@ -24,7 +24,19 @@ class QuantizedExperts(MoeCoreExperts):
         self.config: Any = module.config
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the base class; ConfigError where the model was told to compute with the tensors that are gone."""
+        """Run the experts as in the base class.
+
+        Args:
+            hidden_states: [..., K].
+            top_k_index: int64 [..., k].
+            top_k_weights: [..., k].
+
+        Returns:
+            Output of the shape of ``hidden_states``.
+
+        Raises:
+            ConfigError: the model was set to an experts implementation that needs the freed 16-bit tensors.
+        """
         wanted = self.config._experts_implementation
         if wanted != IMPLEMENTATION:
             raise ConfigError(
@@ -37,18 +49,23 @@ class QuantizedExperts(MoeCoreExperts):
 def quantize_experts(
     model: nn.Module, quantize: str | OnlineQuantization, *, backend: str = "auto", top_k: int | None = None
 ) -> None:
-    """Quantise the 16-bit experts of ``model`` where they are; moe-core runs them from then on.
+    """Quantize the 16-bit experts of ``model`` in place; moe-core runs them from then on.
 
-    ``quantize``: what to make of them, by the name that a scheme gives it ("fp8_per_channel", "int4_g128").
-    ``backend``: by name, default the best that fits.  ``top_k``: experts of each token, default what the model's
-    configuration says.
+    Blocks are processed one after the other: each gets a :class:`~moe_transformers.MoeCoreExperts`, and its 16-bit
+    tensors are freed before the next block is quantized. This cannot be undone: load the model again. If interrupted,
+    some blocks are quantized and others not; call it again to process the remaining ones.
 
-    One block after the other gets a :class:`~moe_transformers.MoeCoreExperts`, and its 16-bit tensors are freed before
-    the next is quantised.  There is no way back: load the model again.  Interrupted, it leaves blocks of both kinds;
-    called again, it goes on with those that are left.
+    Args:
+        model: model of transformers.
+        quantize: name of an online quantization ("fp8_per_channel", "int4_g128"), or the quantization itself.
+        backend: name of the backend; by default the best that fits.
+        top_k: experts per token; by default from the model's configuration.
 
-    Raises ConfigError for a model without 16-bit experts, an unknown name, PEFT's adapters of the experts, or a layer
-    that moe-core does not compute, and SelectionError where no backend fits: before anything is quantised.
+    Raises:
+        ConfigError: the model has no 16-bit experts, the name is unknown, PEFT adapters target the experts, or moe-core
+            does
+            not compute a layer. Nothing is quantized then.
+        SelectionError: no backend fits. Nothing is quantized then.
     """
     online = registry().online(quantize)
     names = [name for name, module in experts_modules(model) if not is_quantized(module)]
@@ -63,7 +80,7 @@ def quantize_experts(
             )
         _select(_filled(model, name, top_k), online, backend)
     for name in names:
-        # nothing here may outlive its turn: what names a module keeps its tensors
+        # Release all references after each block: a reference to a module keeps its tensors alive.
         _replace(model, name, top_k, online, backend)
     share_workspaces(module.layer for module in model.modules() if isinstance(module, QuantizedExperts))
     setter = getattr(model, "set_experts_implementation", None)
@@ -77,7 +94,7 @@ def _filled(model: nn.Module, name: str, top_k: int | None) -> Filled:
 
 
 def _select(filled: Filled, online: OnlineQuantization, backend: str) -> None:
-    """Raise SelectionError where no backend, or not the named one, runs the layer."""
+    """Raise SelectionError if no backend, or not the named one, runs the layer."""
     registry().oracle(online.scheme).select(
         filled.config,
         weight_key=online.weight_key,
@@ -89,7 +106,7 @@ def _select(filled: Filled, online: OnlineQuantization, backend: str) -> None:
 
 def _replace(model: nn.Module, name: str, top_k: int | None, online: OnlineQuantization, backend: str) -> None:
     filled = _filled(model, name, top_k)
-    # copy: biases are not quantised, and shall not hold on to the module's memory
+    # copy: biases are not quantized and must not keep the module's memory alive
     layer = FusedMoELayer.from_weights(
         online.scheme, filled.config, filled.weights(), backend=backend, quantize=online, copy=True
     )

@@ -1,4 +1,4 @@
-"""What transformers sees of moe-core while it loads a model: one of its quantisers."""
+"""transformers quantizer through which moe-core takes part in loading a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def check_dtype(dtype: Any) -> None:
 
     Args:
         dtype: As transformers takes it: a dtype or its name, or either for each part of the model. None and "auto"
-            leave it to the checkpoint.
+            leave
+            it to the checkpoint.
     """
     if dtype is None or dtype == "auto":
         return
@@ -39,9 +40,9 @@ def check_dtype(dtype: Any) -> None:
 
 
 class CheckpointQuantization(QuantizationConfigMixin):
-    """The checkpoint's own ``quantization_config``, which stays in the model's config as it is."""
+    """The checkpoint's ``quantization_config``, kept unchanged in the model's config."""
 
-    # no quant_method of transformers: what it does for those is not for modules that are loaded here
+    # not a quant_method of transformers: its handling of those does not apply to modules loaded here
     quant_method = "moe_core"
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
@@ -52,9 +53,13 @@ class CheckpointQuantization(QuantizationConfigMixin):
 
 
 class MoeCoreQuantizer(HfQuantizer):
-    """Puts layers of moe-core where a model has quantised experts, and reads all else as if it had 16 bits.
+    """Replaces quantized experts by layers of moe-core and loads all other tensors as 16-bit.
 
-    A model whose experts are in 16 bits, and stay so, is left as transformers makes it.
+    A model whose experts are in 16 bits and stay so is left as transformers builds it.
+
+    Args:
+        options: options of the caller.
+        entries: the checkpoint's quantization settings.
     """
 
     requires_calibration = False
@@ -67,20 +72,20 @@ class MoeCoreQuantizer(HfQuantizer):
 
     @property
     def plan(self) -> Plan:
-        """The layers that are moe-core's, while the model is loaded."""
+        """Plan of the model while it is being loaded."""
         if self._plan is None:
             raise ConfigError("no model is being loaded")
         return self._plan
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # what "auto" finds may be storage: the dtype of a checkpoint's first tensor
+        # "auto" may yield a storage dtype: that of the checkpoint's first tensor
         if dtype.itemsize == 1 or not dtype.is_floating_point:
             return torch.bfloat16
         check_dtype(dtype)
         return dtype
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
-        # the model's own: tensors come as of a checkpoint in 16 bits
+        # the model's own conversions: tensors have the form of a 16-bit checkpoint
         return weight_conversions
 
     def _process_model_before_weight_loading(
@@ -93,7 +98,7 @@ class MoeCoreQuantizer(HfQuantizer):
         if not checkpoint_files:
             raise ConfigError("state_dict is given: experts are read from a checkpoint's files; give its folder")
         folder = Path(checkpoint_files[0]).parent
-        # transformers builds models on the meta device, where small tensors of a checkpoint would have no values
+        # transformers builds models on the meta device, where a checkpoint's small tensors would have no values
         with torch.device("cpu"):
             self._plan = Plan.of(model, folder, self.options, model.dtype)
             if isinstance(device_map, str):
@@ -106,13 +111,18 @@ class MoeCoreQuantizer(HfQuantizer):
         }
 
     def tensors(self, model: nn.Module, device_map: Mapping[str, Any] | None) -> Mapping[str, LazyTensor]:
-        """What transformers shall load, once every module's device is known."""
+        """Return the tensors that transformers should load, once all devices are known.
+
+        Args:
+            model: model being loaded.
+            device_map: devices by module name.
+        """
         plan = self.plan
         plan.release(model)
         plan.place(device_map)
         places = {device_of({"": place}, "") for place in (device_map or {"": "cpu"}).values()}
         device = next((place for place in sorted(places, key=str) if place.type not in ("cpu", "meta")), "cpu")
-        # where all of the model is in one place, that is where tensors go: not by way of pageable memory
+        # For a model on a single device, read tensors directly to it, without going through pageable memory.
         target = device if len(places) == 1 else "cpu"
         return dense_tensors(plan.checkpoint, plan.left_out, plan.dtype, device, target)
 
@@ -121,12 +131,12 @@ class MoeCoreQuantizer(HfQuantizer):
         plan.load(model)
         if not plan.checkpoint.quantization and not plan.layers:
             self.remove_quantization_config(model)
-        # the model keeps this object: files are closed, and what was known of their tensors is forgotten
+        # The model keeps this object: drop the plan, which holds closed files and their tensor index.
         self._plan = None
         return model
 
     def is_serializable(self, *arguments: Any, **keywords: Any) -> bool:
-        # as far as this object knows: adapters are written, and save_pretrained refuses whole models (see saving)
+        # As far as this object knows: adapters can be written, and save_pretrained refuses whole models (see saving).
         return True
 
     @property

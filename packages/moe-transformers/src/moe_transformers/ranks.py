@@ -1,4 +1,4 @@
-"""Models over several ranks: the experts are shared by moe-core, all else as transformers shares it."""
+"""Models on several ranks: moe-core shards the experts, transformers everything else."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from typing import Any
 from moe_core import ConfigError, ParallelGroups
 from torch import nn
 
-#: sizes of a DistributedConfig besides tp_size, over which experts of moe-core are not shared
+#: sizes of a DistributedConfig other than tp_size, over which moe-core's experts are not sharded
 _OTHERS = ("ep_size", "fsdp_size", "pp_size", "dp_replicate_size")
 
 
 def groups_of(distributed: Any, given: ParallelGroups | None) -> ParallelGroups | None:
-    """The ranks that share the experts: those ``given``, else of a DistributedConfig (or its entries) over which the
-    rest is shared; the columns of experts are cut then.
+    """Return the groups of ranks that share the experts.
 
-    Raises ConfigError for what else such a config asks for, where its ranks are not those that are given, and for
-    groups that share results out.
+    These are the ``given`` ones, else those of the DistributedConfig that shards the rest of the model. In the latter
+    case the columns of experts are sharded.
+
+    Args:
+        distributed: a DistributedConfig or its entries, or None.
+        given: groups of the caller, or None.
+
+    Raises:
+        ConfigError: the config requests other kinds of parallelism, its ranks differ from the given ones, or the groups
+            use reduce-scatter.
     """
     if given is not None and given.parallel.all2all_backend == "reduce_scatter":
         raise ConfigError(
@@ -46,10 +53,17 @@ def groups_of(distributed: Any, given: ParallelGroups | None) -> ParallelGroups 
 
 
 def leave_to_moe_core(model: nn.Module, mine: Sequence[str], every: Iterable[str]) -> None:
-    """Takes the experts ``mine`` out of the model's plans, so that transformers cuts nothing and adds nothing up there.
+    """Remove experts from the model's parallel plans, so that transformers leaves them alone.
 
-    Rules of a plan are for all layers at once ("layers.*.mlp.experts").  Raises ConfigError where they are for some of
-    the experts of ``every`` block that stay transformers'.
+    The rules of a plan apply to all layers at once ("layers.*.mlp.experts").
+
+    Args:
+        model: model being loaded.
+        mine: names of the experts modules that moe-core runs.
+        every: names of all experts modules.
+
+    Raises:
+        ConfigError: a rule also covers experts that stay with transformers.
     """
     rules = {_rule(name) for name in mine}
     others = [name for name in every if name not in mine and _rule(name) in rules]
@@ -66,5 +80,5 @@ def leave_to_moe_core(model: nn.Module, mine: Sequence[str], every: Iterable[str
 
 
 def _rule(name: str) -> str:
-    """As a plan names it: "model.layers.3.mlp.experts" is "model.layers.*.mlp.experts"."""
+    """Return a plan's rule name, with "*" for layer numbers: "model.layers.*.mlp.experts"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

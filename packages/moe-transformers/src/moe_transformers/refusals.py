@@ -1,4 +1,4 @@
-"""What to say of a model whose experts moe-core does not run."""
+"""Errors for models whose experts moe-core does not run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_core import MoEError
 
-#: what transformers makes of experts by itself, by the checkpoint's quant_method
+#: what transformers does with experts on its own, by the checkpoint's quant_method
 _INSTEAD = {
     "fp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantises them elsewhere",
     "mxfp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantises them elsewhere",
@@ -22,11 +22,16 @@ _INSTEAD = {
 
 
 class RefusedError(MoEError, ValueError):
-    """Quantised experts that moe-core does not run: the reason, and what transformers would do without it."""
+    """Quantized experts that moe-core does not run, with what transformers would do instead."""
 
     @staticmethod
     def of(error: MoEError, quantization: Mapping[str, Any]) -> RefusedError:
-        """``error`` of a checkpoint with ``quantization``, as config.json has it."""
+        """Create the error from another one.
+
+        Args:
+            error: the reason.
+            quantization: the checkpoint's quantization settings, as in config.json.
+        """
         method = quantization.get("quant_method")
         instead = _INSTEAD.get(str(method).removesuffix("_mixed"), "loads the model as it does without this package")
         return RefusedError(

@@ -1,6 +1,6 @@
 """``save_pretrained`` and ``load_state_dict`` of models with experts that moe-core runs.
 
-What would lose experts, or leave old ones in place, is refused before anything is written.
+Operations that would lose experts or leave stale ones are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *arguments: Any, **named: Any) -> None:
-        # of a model with adapters these alone are written
+        # for a model with adapters, only the adapters are written
         if not getattr(self, "_hf_peft_config_loaded", False):
             for module in self.modules():
                 if isinstance(module, FusedMoELayer) and not module.state_dict_without_experts:
@@ -53,10 +53,10 @@ def _placing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def guard_saving() -> None:
-    """Replace two methods of transformers' models, which then look for experts that moe-core runs.
+    """Replace two methods of transformers' models to check for moe-core's experts.
 
-    Whole models are not saved; adapters of them are. State dicts with experts under names that no module has are
-    refused: ``strict=False`` would leave the old experts in place.
+    Whole models are not saved; their adapters are. State dicts with experts under names that no module has are refused,
+    since ``strict=False`` would leave the old experts in place.
     """
     PreTrainedModel.save_pretrained = _refusing(PreTrainedModel.save_pretrained)
     PreTrainedModel.load_state_dict = _placing(PreTrainedModel.load_state_dict)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint on the Hub that transformers does not download, and that say how it is quantised."""
+"""Quantization settings on the Hub that transformers does not download."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
-#: ModelOpt's and AutoGPTQ's, where config.json says nothing of it
+#: settings files of ModelOpt and AutoGPTQ, for checkpoints whose config.json has none
 _FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-#: how and from where transformers downloads
+#: download arguments of transformers
 _ARGUMENTS = ("cache_dir", "proxies", "local_files_only", "token", "revision", "subfolder")
 
 
 def fetch_settings(file: Path, repository: str, arguments: Mapping[str, Any]) -> None:
-    """Downloads them beside ``file`` of ``repository``, as ``arguments`` say, where config.json lacks them."""
+    """Download the settings files next to ``file`` if config.json has no quantization settings.
+
+    Args:
+        file: a downloaded file of the checkpoint.
+        repository: repository on the Hub, or a local folder.
+        arguments: download arguments of transformers.
+    """
     config = file.with_name("config.json")
     if Path(repository).is_dir() or not config.is_file():
         return

@@ -1,8 +1,8 @@
-"""16-bit experts that stay transformers', where it has no place for the names under which a checkpoint stores them.
+"""16-bit experts that stay with transformers but have tensor names it does not recognize.
 
-Tools that quantize experts one by one write all layers so, also those that they leave in 16 bits.  transformers merges
-such tensors into the 3-D parameters of its modules for some families and names, and initializes the parameters of the
-others at random.
+Tools that quantize experts one by one write all layers in that form, including layers they leave in 16 bits.
+transformers merges such tensors into its modules' 3-D parameters for some families and names. It initializes the
+parameters of the others at random.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ _CANONICAL = {
 
 
 def check_biases(block: Block, layer: LayerExperts) -> None:
-    """Raise ConfigError where the checkpoint has biases of experts, and the module no parameters for them."""
+    """Raise ConfigError if the checkpoint has expert biases but the module does not.
+
+    Args:
+        block: block of the experts.
+        layer: the experts in the checkpoint.
+    """
     if layer.has_bias and not any(name.endswith("_bias") for name, _ in block.module.named_parameters()):
         raise ConfigError(
             f"{block.name} ({type(block.module).__name__}) has no biases, but the checkpoint has some under "
@@ -40,9 +45,15 @@ def check_biases(block: Block, layer: LayerExperts) -> None:
 
 
 def missing_parameters(block: Block, layer: LayerExperts, missing: Container[str]) -> Mapping[str, LazyTensor]:
-    """Those parameters of ``block`` among the names ``missing`` that ``layer`` has, in the module's layout.
+    """Return a block's missing parameters that the checkpoint has, in the module's layout.
 
-    Each is read where it is indexed, which raises CheckpointError where ``layer`` does not fit the module.
+    Args:
+        block: block of the experts.
+        layer: the experts in the checkpoint.
+        missing: names of parameters without values.
+
+    Returns:
+        Lazy tensors by name. Indexing one raises CheckpointError if ``layer`` does not fit the module.
     """
     found: dict[str, LazyTensor] = {}
     for name, parameter in block.module.named_parameters():

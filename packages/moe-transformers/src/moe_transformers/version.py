@@ -1,20 +1,20 @@
-"""The releases of transformers that this package works with."""
+"""Supported transformers versions."""
 
 from __future__ import annotations
 
 from moe_core import MoEError
 from moe_core.api.engines import VersionRange
 
-#: the range of pyproject.toml
+#: the version range of pyproject.toml
 TRANSFORMERS = VersionRange("moe-transformers", "transformers", "5.17", "5.25")
 
 
 class TransformersVersionError(MoEError, ImportError):
-    """A release of transformers that this package was not tested with, and whose inner workings may differ."""
+    """The transformers version is untested and its internals may differ."""
 
 
 def check_version() -> None:
-    """Raise :class:`TransformersVersionError` unless the installed release of transformers is a tested one."""
+    """Raise :class:`TransformersVersionError` for an untested transformers version."""
     reason = TRANSFORMERS.reason_against_version()
     if reason is not None:
         bounds = f">={TRANSFORMERS.lowest},<{TRANSFORMERS.below}"

@@ -1,4 +1,7 @@
-"""The experts of moe-core in vLLM: a general plug-in, which vLLM finds by its entry point and runs in every process."""
+"""moe-core experts for vLLM: a general plug-in that vLLM runs in every process.
+
+vLLM finds it by its entry point.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Bring the experts into this process's vLLM; does nothing the second time.
+    """Register moe-core's experts in this process's vLLM; a second call has no effect.
 
-    One line of vLLM's log says what came of it.  Raises ConfigError where ``MOE_VLLM`` says nothing known.
+    One line of vLLM's log reports the result.
+
+    Raises:
+        ConfigError: ``MOE_VLLM`` has an unknown value.
     """
     from moe_vllm import plugin
 

@@ -1,10 +1,10 @@
-"""What ``moe doctor`` says of this package: whether vLLM would get the experts, and which for usual layers."""
+"""Report of ``moe doctor``: whether vLLM would use the experts, and which for common layers."""
 
 from __future__ import annotations
 
 from moe_vllm.engine import ENGINE
 
-#: usual weights and activations of each scheme, by the names of their keys
+#: common weights and activations of each scheme, by the names of their keys
 USUAL = {
     "fp8": (
         ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
@@ -19,5 +19,5 @@ USUAL = {
 
 
 def lines() -> list[str]:
-    """One line on the plug-in, then one for each kind of weights: the backend on this machine's device, or why none."""
+    """Return a line on the plug-in, then one per weight type: its backend here, or why none."""
     return ENGINE.report(USUAL)

@@ -1,4 +1,4 @@
-"""Which vLLM is meant, how the user switches the package off, and where it logs."""
+"""Supported vLLM versions, the environment switch, and the logger."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ ENGINE = Engine(
     schemes=("fp8", "int8", "mxfp4", "wna16"),
 )
 
-#: below vLLM's own logger, so that its handlers and its level apply
+#: child of vLLM's logger, so that its handlers and level apply
 LOGGER = logging.getLogger("vllm.moe_vllm")

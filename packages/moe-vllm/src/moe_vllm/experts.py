@@ -1,4 +1,4 @@
-"""moe-core's experts as a class of vLLM's modular kernel."""
+"""moe-core's experts as an experts class of vLLM's modular kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from moe_vllm.weights import adopt, bound, canonical_weights, stored_group
 
 
 def log_choice(selection: Selection) -> None:
-    """Say what runs a layer: once for all that are alike."""
+    """Log which backend runs a layer, once for all equal layers.
+
+    Args:
+        selection: the selected backend.
+    """
     weights, activations = selection.weight_key, selection.activation_key
     what = f"{selection.report.scheme} experts ({weights} x {activations or '16-bit'})"
     by = f"{selection.backend} ({selection.experts.__name__})"
@@ -31,17 +35,17 @@ def log_choice(selection: Selection) -> None:
 
 
 class MoeCoreExperts(FusedMoEExpertsModular):
-    """Experts of one layer.
+    """Experts of one layer in vLLM's modular kernel.
 
-    vLLM hands a class, not an instance, from its selection to the place that builds the kernel.  So every layer has a
-    class of its own (:meth:`of`), which carries what was asked for and what was chosen.
+    vLLM passes a class, not an instance, from its selection to the code that builds the kernel. Therefore every layer
+    has a separate class (:meth:`of`), which carries the request and the selection.
     """
 
     scheme: ClassVar[str]
-    #: vLLM's keys of weights and activations, and moe-core's
+    #: keys of weights and activations, vLLM's and moe-core's
     asked: ClassVar[tuple[Any, Any]]
     keys: ClassVar[tuple[QuantKey | None, QuantKey | None]]
-    #: the layer whose parameters hold the weights; None outside of vLLM's own loading
+    #: layer whose parameters hold the weights; None outside of vLLM's own loading
     layer: ClassVar[weakref.ref[torch.nn.Module] | None] = None
     selection: ClassVar[Selection]
 
@@ -53,7 +57,14 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         keys: tuple[QuantKey | None, QuantKey | None],
         layer: torch.nn.Module | None,
     ) -> type[MoeCoreExperts]:
-        """A class for one layer."""
+        """Create the class for one layer.
+
+        Args:
+            scheme: scheme of moe-core.
+            asked: vLLM's keys of weights and activations.
+            keys: moe-core's keys of weights and activations.
+            layer: layer whose parameters hold the weights.
+        """
         body = {
             "__module__": cls.__module__,
             "scheme": scheme,
@@ -63,7 +74,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         }
         return type(f"MoeCore{scheme.capitalize()}Experts", (cls,), body)
 
-    # ---- what vLLM's selection asks
+    # ---- queries of vLLM's selection
 
     @staticmethod
     def is_supported_config(
@@ -73,7 +84,15 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         activation_key: Any,
         activation_format: FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
-        """vLLM's own chain of questions, then moe-core's selection, whose reasons are all given."""
+        """Run vLLM's standard checks, then moe-core's selection; return (supported, reasons).
+
+        Args:
+            cls: class of one layer.
+            moe_config: vLLM's layer configuration.
+            weight_key: vLLM's key of the weights.
+            activation_key: vLLM's key of the activations.
+            activation_format: vLLM's activation format.
+        """
         engine = get_current_vllm_config_or_none()
         if engine is not None and engine.parallel_config.enable_elastic_ep:
             return False, "Elastic EP makes experts anew of weights that have a kernel's layout by then"
@@ -94,7 +113,8 @@ class MoeCoreExperts(FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return bool(current_platform.is_cuda_alike())  # vLLM has kernels for CPUs; which GPU, the selection asks
+        # vLLM has separate kernels for CPUs; the selection checks which GPU it is
+        return bool(current_platform.is_cuda_alike())
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -103,19 +123,19 @@ class MoeCoreExperts(FusedMoEExpertsModular):
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
         if cls.scheme == "fp8" and current_platform.is_fp8_fnuz():
-            return False  # other codes than e4m3's
+            return False  # FNUZ codes differ from e4m3
         return (weight_key, activation_key) == cls.asked
 
     @classmethod
     def _supports_activation(cls, activation: Any) -> bool:
-        # its gate and up rows alternate in some checkpoints; only the conversion of MXFP4 says in which
+        # gate and up rows alternate in some checkpoints; only the MXFP4 conversion knows in which
         return activation.value != "swigluoai" or cls.scheme == "mxfp4"
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         if moe_parallel_config.use_passthrough_all2all:
-            return False  # whatever the ranks, experts are to move tokens themselves
-        # what moves tokens between ranks must leave their quantisation to the experts
+            return False  # experts would have to move tokens between ranks themselves
+        # what moves tokens between ranks must leave quantization to the experts
         return not moe_parallel_config.use_all2all_kernels or bool(
             moe_parallel_config.use_ag_rs_all2all_kernels
             or moe_parallel_config.use_deepep_ht_kernels
@@ -132,7 +152,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
     # ---- the layer
 
     def __init__(self, moe_config: Any, quant_config: Any, **batched: int | None) -> None:
-        """Converts the layer's weights, in vLLM's own parameters, and builds the kernel: before CUDA graphs."""
+        """Convert the weights within vLLM's parameters and build the kernel, before CUDA graphs."""
         super().__init__(moe_config, quant_config, **batched)
         layer = self._present_layer()
         self._names: dict[str, str] = {}
@@ -140,7 +160,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         if layer is not None:
             try:
                 converted = self._convert(layer.w13_weight.detach(), layer.w2_weight.detach())
-            except MoEError as error:  # vLLM's own experts were passed over when the layer was made
+            except MoEError as error:  # vLLM's own experts were already rejected when the layer was created
                 reason = f"{self.scheme} experts: {error.message}. {ENGINE.switch}=off leaves them to vLLM"
                 raise ConfigError(reason, details=error.details) from error
             self._names = adopt(layer, converted, quant_config)
@@ -152,14 +172,17 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         return None if reference is None else reference()
 
     def _convert(self, w13: Tensor, w2: Tensor, *, shared: bool = False) -> KernelWeights:
-        """The weights in the layout of the kernel that fits them as they were loaded; ``shared``: vLLM keeps them."""
+        """Convert the weights to the kernel's layout; ``shared``: vLLM keeps the originals.
+
+        The selection is repeated if the loaded weights differ from the request.
+        """
         quant, moe = self.quant_config, self.moe_config
         has_bias = quant.w1_bias is not None or quant.w2_bias is not None
         config = layer_config(moe, has_bias=has_bias, params=self.activation_config)
         weight_key, activation_key = self.keys
         if self.scheme == "wna16" and weight_key is not None:
             weight_key = stored_group(weight_key, config.hidden_size, quant.w1_scale)
-        # sizes may have been rounded up, and biases found, since the layer was asked for
+        # sizes may have been rounded up, and biases found, since the layer was requested
         if (config, weight_key) != (self.selection.config, self.selection.weight_key):
             type(self).selection = select_kernel(self.scheme, config, weight_key, activation_key, device=moe.device)
             log_choice(self.selection)
@@ -167,7 +190,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         return oracle(self.scheme).convert(self.selection, replace(weights, shared=shared))
 
     def _check_rearranging(self, weights: KernelWeights) -> None:
-        """vLLM's load balancing between ranks copies experts: every tensor must have a part of each."""
+        """Check that tensors have one slice per expert, since EPLB copies experts between ranks."""
         if self.moe_config.moe_parallel_config.enable_eplb:
             for name, tensor in weights.tensors():
                 if tensor.shape[:1] != (self.moe_config.num_local_experts,):
@@ -181,8 +204,8 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         return oracle(self.scheme).make_kernel(self.selection, weights)
 
     def _bound_kernel(self, w13: Tensor, w2: Tensor) -> FusedMoEKernel:
-        """The kernel on the tensors of this call: vLLM places others when it has loaded new weights."""
-        if self._kernel is None:  # not by vLLM's loading: the converted weights are the kernel's own
+        """Return the kernel bound to this call's tensors; vLLM replaces them when it reloads weights."""
+        if self._kernel is None:  # not created by vLLM's loading: the kernel owns the converted weights
             self._kernel = self._make_kernel(self._convert(w13.detach(), w2.detach(), shared=True))
         elif self._names and (w13.data_ptr(), w2.data_ptr()) != self._addresses:
             layer = self._present_layer()
@@ -192,13 +215,13 @@ class MoeCoreExperts(FusedMoEExpertsModular):
 
     @property
     def _addresses(self) -> tuple[int, int]:
-        """Of the kernel's w13 and w2: offloading may move one of them alone."""
+        """Addresses of the kernel's w13 and w2; offloading may move one of them alone."""
         if self._kernel is None:
             return 0, 0
         return self._kernel.weights.w13.data_ptr(), self._kernel.weights.w2.data_ptr()
 
     def _elements(self, num_tokens: int) -> int:
-        """Elements of the hidden states' dtype that hold the kernel's scratch memory."""
+        """Return the kernel's workspace size in elements of the hidden states' dtype."""
         if self._kernel is None:
             return 0
         itemsize: int = self.moe_config.in_dtype.itemsize
@@ -207,7 +230,10 @@ class MoeCoreExperts(FusedMoEExpertsModular):
     # ---- a call
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        """(experts, tokens, rows of w13, K, top-k): from the layer, since a layout may have other shapes."""
+        """Return (experts, tokens, rows of w13, K, top-k).
+
+        They come from the layer's configuration, since a converted layout may have other shapes.
+        """
         config = self.selection.config
         return config.local_experts, a1.shape[0], config.w13_rows, a1.shape[-1], topk_ids.shape[1]
 
@@ -222,7 +248,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Scratch memory of vLLM's, beside the output: the first one may share the output's."""
+        """Return the shapes of vLLM's workspaces, of which the first may alias the output, and output."""
         return (0,), (0,) if self._kernel is None else (self._workspace_elements(M),), (M, K)
 
     def apply(
@@ -243,13 +269,13 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """The weighted sum of the experts of each token, into ``output`` [M, K]."""
+        """Write the weighted sum of each token's experts to ``output`` [M, K]; see vLLM's base class."""
         if getattr(self, "post_gemm2_hook", None) is not None:
             raise ConfigError(
                 f"something follows each expert before results are summed: {ENGINE.switch}=off leaves the layer to vLLM"
             )
         kernel = self._bound_kernel(w1, w2)
-        if apply_router_weight_on_input:  # prepare has done it
+        if apply_router_weight_on_input:  # already applied in the prepare step
             topk_weights = torch.ones_like(topk_weights)
         kernel.workspace = Workspace(workspace2.device, workspace2.view(torch.uint8)) if workspace2.numel() else None
         kernel.apply(
@@ -262,9 +288,10 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         )
 
     def _brought(self, expert_tokens_meta: Any) -> list[int] | None:
-        """How many tokens would give the experts here as many rows as the call's, where vLLM has counted these.
+        """Return the equivalent number of tokens per rank, if vLLM has counted the rows per expert.
 
-        An all-to-all brings only tokens that have an expert here.
+        That many tokens would give the local experts as many rows as the call has: an all-to-all only dispatches tokens
+        that have an expert here.
         """
         counts = getattr(expert_tokens_meta, "expert_num_tokens_cpu", None)
         if counts is None or not len(counts):

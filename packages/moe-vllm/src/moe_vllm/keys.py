@@ -1,4 +1,4 @@
-"""vLLM's quant keys as moe-core's: by the names of its constants, never from flags or shapes."""
+"""Mapping of vLLM's quant keys to moe-core's, by constant names, never by flags or shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from moe_core import ConfigError, QuantKey
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-#: constants that have one meaning in both; a missing one is an AttributeError when this module is imported
+#: constants with the same meaning in both; a missing one raises AttributeError when this module is imported
 _NAMES = (
     "kFp8StaticTensorSym",
     "kFp8DynamicTensorSym",
@@ -27,8 +27,8 @@ _NAMES = (
 )
 _KEYS: dict[Any, QuantKey] = {getattr(quant_utils, name): getattr(moe_core, name) for name in _NAMES}
 
-#: constants of integer weights for 16-bit activations, which leave the size of the groups to the checkpoint's config;
-#: (without zero points, with them)
+#: constants of integer weights with 16-bit activations, whose group size is in the checkpoint's config; (without zero
+#: points, with zero points)
 _INTEGERS: dict[Any, tuple[QuantKey, QuantKey]] = {
     getattr(quant_utils, name): (getattr(moe_core, f"kInt{bits}Static"), getattr(moe_core, f"kInt{bits}StaticAsym"))
     for name, bits in (
@@ -42,7 +42,14 @@ _INTEGERS: dict[Any, tuple[QuantKey, QuantKey]] = {
 
 
 def quant_key(key: Any) -> QuantKey | None:
-    """The key of weights or activations; None for 16 bits.  Raises ConfigError for one that is none of the above."""
+    """Return moe-core's key of weights or activations; None for 16 bits.
+
+    Args:
+        key: vLLM's key.
+
+    Raises:
+        ConfigError: the key is unknown.
+    """
     if key is None:
         return None
     if key not in _KEYS:
@@ -51,7 +58,17 @@ def quant_key(key: Any) -> QuantKey | None:
 
 
 def integer_key(key: Any, *, group_size: int, zero_points: bool, scale_dtype: torch.dtype) -> QuantKey:
-    """The key of integer weights in groups of ``group_size`` columns (-1: the whole row).  Raises ConfigError."""
+    """Return moe-core's key of integer weights.
+
+    Args:
+        key: vLLM's key.
+        group_size: columns per scale, -1 for the whole row.
+        zero_points: the weights have zero points.
+        scale_dtype: dtype of the scales.
+
+    Raises:
+        ConfigError: the key is unknown.
+    """
     if key not in _INTEGERS:
         raise ConfigError(f"vLLM's {key} is none of the integer weights that are known here")
     return _INTEGERS[key][zero_points].with_group(1, group_size).with_scale_dtype(scale_dtype)

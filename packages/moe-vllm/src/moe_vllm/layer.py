@@ -1,4 +1,4 @@
-"""vLLM's description of a layer, as moe-core's."""
+"""Conversion of vLLM's layer configuration to moe-core's."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ from typing import Any
 
 from moe_core import ActivationParams, ConfigError, FusedMoEConfig, MoEActivation
 
-#: activations whose parameters vLLM's kernels read: none, where moe-core's own are the same
+#: activations without parameters in vLLM's kernels that moe-core computes identically
 _PLAIN = frozenset(
     {"gelu", "gelu_tanh", "swiglustep", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}
 )
 
 
 def layer_config(moe: Any, *, has_bias: bool | None = None, params: Any = None) -> FusedMoEConfig:
-    """The layer of vLLM's ``moe`` (its FusedMoEConfig) on this rank.
+    """Convert vLLM's layer configuration on this rank.
 
-    ``has_bias``: default, what it says; ``params``: what its activation is called with (ApplyMoEActivationConfig),
-    where that is known already.  Ranks do not appear: vLLM moves the tokens.  Raises ConfigError for what moe-core
-    does not have.
+    Parallelism is not included, since vLLM moves the tokens.
+
+    Args:
+        moe: vLLM's FusedMoEConfig.
+        has_bias: whether experts have biases; by default as ``moe`` states.
+        params: ApplyMoEActivationConfig of the activation, if known.
+
+    Raises:
+        ConfigError: moe-core does not support the configuration.
     """
     activation, activation_params = _activation(moe, params)
     return FusedMoEConfig(
@@ -42,7 +48,7 @@ def _activation(moe: Any, params: Any) -> tuple[MoEActivation, ActivationParams 
     if name == "silu":
         return MoEActivation.SILU, ActivationParams(limit=limit)
     if name == "swigluoai":
-        # the numbers stand in vLLM's kernels
+        # vLLM's kernels hard-code the parameters
         return MoEActivation.SWIGLUOAI, None
     if name == "swigluoai_uninterleave":
         if limit is None:

@@ -1,4 +1,4 @@
-"""What of vLLM is read or overridden when a layer is there already: checked before anything of vLLM is replaced."""
+"""Checks of the vLLM internals that this package uses, run before anything is replaced."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from vllm.platforms import current_platform
 
 from moe_vllm.experts import MoeCoreExperts
 
-#: variables by which a user asks for one of vLLM's libraries
+#: variables by which users request one of vLLM's libraries
 VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE")
 
 
 def check() -> None:
-    """Raises EngineChanged, AttributeError for the first thing that is not as it was tested."""
+    """Check the used names of vLLM.
+
+    Raises:
+        EngineChanged: an interface differs from the tested one.
+        AttributeError: a name is missing.
+    """
     require(
         FusedMoEConfig,
         *("num_experts", "num_local_experts", "experts_per_token", "hidden_dim", "intermediate_size_per_partition"),
@@ -45,7 +50,15 @@ def check() -> None:
 
 
 def check_overrides(experts: type, base: type) -> None:
-    """Whether ``experts`` has all that vLLM's ``base`` asks for, by methods that take what the base's take."""
+    """Check that a class implements vLLM's abstract methods with the base's parameters.
+
+    Args:
+        experts: class to check.
+        base: vLLM's base class.
+
+    Raises:
+        EngineChanged: a method is missing or has other parameters.
+    """
     require(base, "moe_config", "quant_config")
     lacking: frozenset[str] = getattr(experts, "__abstractmethods__", frozenset())
     if lacking:

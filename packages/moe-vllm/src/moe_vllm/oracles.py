@@ -1,10 +1,10 @@
-"""vLLM's oracles, asked with moe-core's experts first.
+"""Replacements for vLLM's backend selection that try moe-core's experts first.
 
-Of each scheme the function that selects is replaced, wherever vLLM has imported it: it offers a class of ours to the
-same questions as vLLM's own classes, and where that is refused calls the original.  What it returns beside the class is
-a backend of vLLM's whose weights stay as the checkpoint has them; the class converts them.
+For each scheme, the selection function is replaced wherever vLLM has imported it. The replacement submits a class of
+this package to the same checks as vLLM's own classes, and calls the original if it is rejected. Along with the class it
+returns one of vLLM's backends that keeps the checkpoint's weight layout; the class converts the weights.
 
-Importing this module fails where a name of vLLM's is missing; nothing is replaced then.
+Importing this module fails if a name of vLLM's is missing; nothing is replaced then.
 """
 
 from __future__ import annotations
@@ -37,13 +37,19 @@ from moe_vllm.experts import MoeCoreExperts, log_choice
 from moe_vllm.keys import integer_key, quant_key
 from moe_vllm.weights import rows_in_order
 
-#: the layer whose method is being made
+#: layer whose quant method is being created
 _layer: ContextVar[torch.nn.Module | None] = ContextVar("moe_vllm_layer", default=None)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A layer that vLLM wants experts for: its keys, vLLM's and moe-core's."""
+    """Layer that vLLM requests experts for.
+
+    Attributes:
+        weight_key: vLLM's key of the weights.
+        activation_key: vLLM's key of the activations.
+        keys: moe-core's keys of weights and activations.
+    """
 
     weight_key: Any
     activation_key: Any
@@ -52,10 +58,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Selector:
-    """One of vLLM's functions that select.
+    """One of vLLM's selection functions.
 
-    ``asked`` reads its arguments by name, ``config`` and those of ``reads``, and raises ConfigError for what is left to
-    vLLM; ``slot``: the backend that vLLM is told; ``names`` of ``--moe-backend`` that leave room for ours.
+    Attributes:
+        scheme: scheme of moe-core.
+        module: vLLM's module of the function.
+        function: name of the function.
+        slot: backend that is returned to vLLM.
+        asked: function of the arguments by name; raises ConfigError for layers that are left to vLLM.
+        reads: arguments that ``asked`` reads, in addition to ``config``.
+        names: values of ``--moe-backend`` that allow moe-core's experts.
     """
 
     scheme: str
@@ -67,7 +79,7 @@ class Selector:
     names: tuple[str, ...] = ("auto", "triton")
 
 
-# ---- what the functions that select are asked
+# ---- arguments of the selection functions
 
 
 def _with_keys(arguments: dict[str, Any]) -> Asked:
@@ -103,7 +115,7 @@ def _mxfp4(arguments: dict[str, Any]) -> Asked:
 def _wna16(arguments: dict[str, Any]) -> Asked:
     stored, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     if isinstance(stored, AutoGPTQConfig):
-        # (in activation order it refuses them by itself)
+        # (vLLM itself refuses activation order here)
         if zero_points:
             raise ConfigError("GPTQ weights with zero points are left to vLLM")
     elif isinstance(stored, QuantizationArgs):
@@ -123,7 +135,7 @@ def _wna16(arguments: dict[str, Any]) -> Asked:
     return Asked(weight_key, None, (key, None))
 
 
-#: what vLLM takes for FP8 without asking further where any of the variables is set, and all are on
+#: libraries that vLLM selects for FP8 without further checks if any of the variables is set and all are enabled
 _ASKED_BY_ENVIRONMENT = {
     "DeepGEMM": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"),
     "AITER": ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"),
@@ -142,12 +154,12 @@ SELECTORS = (
         _wna16,
         ("weight_key", "quant_config", "may_have_zp"),
     ),
-    # of the backends with 16-bit activations the one that rounds sizes up to whole groups only
+    # the only backend with 16-bit activations that rounds sizes up to no more than whole groups
     Selector("mxfp4", mxfp4, "select_mxfp4_moe_backend", mxfp4.Mxfp4MoeBackend.CPU, _mxfp4, ("activation_key",)),
 )
 
 
-# ---- the replacements
+# ---- replacements
 
 
 def _selecting(selector: Selector, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +176,7 @@ def _selecting(selector: Selector, original: Callable[..., Any]) -> Callable[...
 
 
 def _offer(selector: Selector, arguments: dict[str, Any]) -> type[MoeCoreExperts] | None:
-    """The class that takes the layer, or None with the reason in the log."""
+    """Return the class that runs the layer, or None after logging the reason."""
     config = arguments["config"]
     reason: str | None
     if config.moe_backend not in selector.names:
@@ -193,7 +205,7 @@ def _activation_format(config: Any) -> Any:
 
 
 def _noting_the_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``RoutedExperts._get_quant_method``, within which a layer's experts are selected."""
+    """Wrap ``RoutedExperts._get_quant_method``, within which a layer's experts are selected."""
 
     @functools.wraps(original)
     def get_quant_method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +219,7 @@ def _noting_the_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _making_wna16(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``make_wna16_moe_kernel``, which takes vLLM's own classes alone."""
+    """Wrap ``make_wna16_moe_kernel``, which only accepts vLLM's own classes."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -231,9 +243,9 @@ def _making_wna16(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_mxfp4(original: Callable[..., Any], *, alternate: bool) -> Callable[..., Any]:
-    """A function that converts MXFP4 weights: for our experts, gate rows before up rows, and nothing else.
+    """Wrap a conversion of MXFP4 weights: for our experts, only put gate rows before up rows.
 
-    ``alternate``: it is given gpt-oss weights, whose rows alternate where the activation is theirs.
+    ``alternate``: it converts gpt-oss weights, whose rows alternate if the activation is gpt-oss's.
     """
     signature = inspect.signature(original)
 
@@ -268,12 +280,19 @@ def _is_ours(layer: Any) -> bool:
     return isinstance(experts, type) and issubclass(experts, MoeCoreExperts)
 
 
-# ---- putting them in place
+# ---- installation
 
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute of one of vLLM's modules or classes that was replaced."""
+    """Replaced attribute of a vLLM module or class.
+
+    Attributes:
+        owner: the module or class.
+        name: name of the attribute.
+        original: value before the replacement.
+        replacement: value after the replacement.
+    """
 
     owner: Any
     name: str
@@ -282,7 +301,18 @@ class Change:
 
 
 def install(schemes: tuple[str, ...]) -> tuple[Change, ...]:
-    """Replace what concerns ``schemes``.  Raises EngineChanged, AttributeError before anything is replaced."""
+    """Replace the functions of some schemes.
+
+    Args:
+        schemes: names of the schemes.
+
+    Returns:
+        The changes, for :func:`undo`.
+
+    Raises:
+        EngineChanged: an interface differs from the tested one; nothing is replaced.
+        AttributeError: a name is missing; nothing is replaced.
+    """
     needs.check()
     changes = tuple(_changes(schemes))
     for change in changes:
@@ -291,13 +321,17 @@ def install(schemes: tuple[str, ...]) -> tuple[Change, ...]:
 
 
 def undo(changes: tuple[Change, ...]) -> None:
-    """Put the originals back."""
+    """Restore the original functions.
+
+    Args:
+        changes: result of :func:`install`.
+    """
     for change in reversed(changes):
         _put(change.owner, change.name, change.replacement, change.original)
 
 
 def _put(owner: Any, name: str, present: Any, other: Any) -> None:
-    """``other`` in the place of ``present``, also wherever vLLM's modules have imported it by name."""
+    """Replace ``present`` by ``other``, also wherever vLLM's modules have imported it by name."""
     setattr(owner, name, other)
     if not inspect.ismodule(owner):
         return
@@ -332,7 +366,7 @@ def _changes(schemes: tuple[str, ...]) -> Iterator[Change]:
 
 
 def _taking(owner: Any, name: str, *parameters: str) -> Any:
-    """The function of that name, which takes ``parameters``.  Raises EngineChanged, AttributeError."""
+    """Return an attribute; raises EngineChanged or AttributeError unless it takes ``parameters``."""
     original = getattr(owner, name)
     require(original, *parameters)
     return original

@@ -1,7 +1,7 @@
-"""A layer's tensors: from vLLM's parameters to moe-core's canonical weights, and back into the parameters.
+"""Conversion of a layer's tensors between vLLM's parameters and moe-core's weights.
 
-What the kernels read lives in the layer's parameters, so that vLLM counts it, moves it between ranks, and writes new
-weights into it in place; there is no second copy.
+The kernels' tensors are stored in the layer's parameters. vLLM therefore accounts for them, moves them between ranks
+and updates them in place, and there is no second copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_core.api.engines import unpack_row_pairs
 from torch import Tensor
 from vllm.model_executor.utils import replace_parameter
 
-#: what vLLM's quant config calls the tensors that kernel weights have too
+#: names in vLLM's quant config of tensors that kernel weights also have
 _IN_QUANT_CONFIG = {
     "w1_scale": "w1_scale",
     "w2_scale": "w2_scale",
@@ -38,9 +38,15 @@ def canonical_weights(
     w2: Tensor,
     quant_config: Any,
 ) -> MoEWeights:
-    """The layer's weights as vLLM holds them where its own Triton kernels would run them, without a copy of any.
+    """Return the layer's weights in canonical form, without copying any.
 
-    ``w13`` [E, 2N, K] and ``w2`` [E, K, N], packed types two to a byte along K; the rest from vLLM's ``quant_config``.
+    Args:
+        config: configuration of the layer.
+        weight_key: quantization of the weights.
+        activation_key: quantization of the activations.
+        w13: [E, 2N, K] as vLLM stores it for its Triton kernels; packed types have two codes per byte along K.
+        w2: [E, K, N], likewise.
+        quant_config: vLLM's quant config with the other tensors.
     """
     experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
     parts = 2 if config.is_gated else 1
@@ -68,7 +74,16 @@ def canonical_weights(
 
 
 def stored_group(key: QuantKey, columns: int, scale: Tensor | None) -> QuantKey:
-    """``key`` with the groups that ``scale`` [E, rows, groups] has: vLLM splits those that a rank's shard would cut."""
+    """Adjust a key's group size to the scales: vLLM splits groups that a rank's shard would cut.
+
+    Args:
+        key: quantization of the weights.
+        columns: columns of the weights.
+        scale: [E, rows, groups].
+
+    Raises:
+        ConfigError: the number of groups does not divide the columns.
+    """
     if scale is None or key.group_size == -1 or scale.shape[-1] == -(-columns // key.group_size):
         return key
     if columns % scale.shape[-1]:
@@ -77,16 +92,28 @@ def stored_group(key: QuantKey, columns: int, scale: Tensor | None) -> QuantKey:
 
 
 def rows_in_order(tensor: Tensor) -> Tensor:
-    """[E, 2N, ...] whose rows are gate, up, gate, up … (gpt-oss) -> gate rows, then up rows."""
+    """Reorder rows gate, up, gate, up … (gpt-oss) to gate rows, then up rows.
+
+    Args:
+        tensor: [E, 2N, ...].
+    """
     experts, rows = tensor.shape[:2]
     return tensor.reshape(experts, rows // 2, 2, *tensor.shape[2:]).transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
 def adopt(layer: torch.nn.Module, weights: KernelWeights, quant_config: Any) -> dict[str, str]:
-    """Put ``weights`` into the parameters of ``layer``: the name of the parameter of each of their tensors.
+    """Store ``weights`` in the parameters of ``layer``.
 
-    Those that vLLM has already are given the new data, where it is not theirs; what only the kernels have becomes a
-    parameter of its own.  Parameters whose contents went into others are emptied.
+    Parameters that vLLM already has get the new data, unless the memory is shared. Tensors that only the kernels have
+    become new parameters. Parameters whose contents were merged into others are emptied.
+
+    Args:
+        layer: vLLM's layer.
+        weights: converted weights.
+        quant_config: vLLM's quant config.
+
+    Returns:
+        Parameter names by tensor name.
     """
     known = {"w13": "w13_weight", "w2": "w2_weight"}
     for mine, theirs in _IN_QUANT_CONFIG.items():
@@ -103,14 +130,20 @@ def adopt(layer: torch.nn.Module, weights: KernelWeights, quant_config: Any) -> 
         elif held.data_ptr() != tensor.data_ptr() or held.nbytes != tensor.nbytes:
             replace_parameter(layer, name, tensor)
     for name in known.keys() - names.keys():
-        # folded into other tensors: nothing reads it any more
+        # merged into other tensors and no longer read
         parameter = getattr(layer, known[name])
         parameter.data = parameter.data.new_empty(0)
     return names
 
 
 def bound(layer: torch.nn.Module, weights: KernelWeights, names: dict[str, str]) -> KernelWeights:
-    """``weights`` with the present tensors of the parameters that hold them."""
+    """Rebind ``weights`` to the current tensors of their parameters.
+
+    Args:
+        layer: vLLM's layer.
+        weights: converted weights.
+        names: result of :func:`adopt`.
+    """
     held = {id(tensor): getattr(layer, names[mine]).detach() for mine, tensor in weights.tensors()}
 
     def present(tensor: Tensor) -> Tensor:
@@ -125,7 +158,12 @@ def bound(layer: torch.nn.Module, weights: KernelWeights, names: dict[str, str])
 
 
 def mapped(weights: KernelWeights, change: Callable[[Tensor], Tensor]) -> KernelWeights:
-    """The same description of changed tensors."""
+    """Apply a function to every tensor of the weights.
+
+    Args:
+        weights: converted weights.
+        change: function of one tensor.
+    """
     return replace(
         weights,
         w13=change(weights.w13),
@@ -136,7 +174,7 @@ def mapped(weights: KernelWeights, change: Callable[[Tensor], Tensor]) -> Kernel
 
 
 def _name_of(layer: torch.nn.Module, tensor: Tensor) -> str | None:
-    """The name of the parameter of ``layer`` that is ``tensor``, or lies in the same memory."""
+    """Return the name of the layer's parameter that is ``tensor`` or shares its memory."""
     for name, parameter in layer.named_parameters(recurse=False):
         if parameter is tensor or (parameter.numel() and parameter.data_ptr() == tensor.data_ptr()):
             return name
@@ -144,7 +182,7 @@ def _name_of(layer: torch.nn.Module, tensor: Tensor) -> str | None:
 
 
 def _scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``scale`` in the canonical ``shape``; one number for gate and up becomes one for each.  Raises TensorError."""
+    """Reshape ``scale`` to the canonical ``shape``; a scale shared by gate and up is duplicated."""
     if scale.numel() * 2 == shape[0] * shape[1] and len(shape) == 2:
         return scale.reshape(-1, 1).expand(shape).contiguous()
     if scale.numel() != math.prod(shape):
@@ -153,7 +191,7 @@ def _scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _zero_points(zero_point: Tensor, key: QuantKey, rows: int) -> Tensor:
-    """vLLM's zero points [E, rows / 2, groups], two rows to a byte -> [E, rows, groups]; of 8 bits as they are."""
+    """Unpack vLLM's 4-bit zero points [E, rows / 2, groups] to [E, rows, groups]."""
     if key.dtype.bits == 8 or zero_point.shape[1] == rows:
         return zero_point
     return unpack_row_pairs(zero_point)

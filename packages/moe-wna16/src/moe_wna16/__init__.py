@@ -1,4 +1,7 @@
-"""WNA16 mixture-of-experts for moe-core: INT4 and INT8 weights in groups, with 16-bit or e4m3 activations."""
+"""WNA16 mixture-of-experts for moe-core: grouped INT4 and INT8 weights.
+
+Activations are 16-bit or e4m3.
+"""
 
 from moe_wna16.online import quantize_moe_weights
 from moe_wna16.oracle import (

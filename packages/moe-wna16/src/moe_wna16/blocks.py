@@ -1,7 +1,8 @@
-"""Products with weights of unsigned codes in groups, dequantised a block of rows at a time, in plain torch.
+"""Products with grouped unsigned codes, dequantized by blocks of rows, in plain torch.
 
-A block fits into a CPU's cache, so that its float32 values are never written to memory.  The two codes of bytes
-become two halves of a block, even columns and odd ones; the columns of activations are put into that order, not codes.
+A block fits a CPU's cache, so that its float32 values are never written to memory. The two codes of each byte are
+unpacked into separate halves of a block, even columns and odd columns. The activations' columns are permuted to match,
+which is cheaper than permuting codes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ _BLOCK = 2**19
 
 @dataclass(frozen=True, eq=False)
 class GroupedCodes:
-    """One matrix: canonical ``codes`` [rows, K] (int4: [rows, ceil(K/2)]) and ``scale`` [rows, G].
+    """One matrix of quantized weights.
 
-    Where ``key`` says so, zero points of the scale's shape, and the group of each column, ``g_idx`` [K].
+    Attributes:
+        key: quantization of the weights.
+        codes: canonical codes [rows, K] (int4: [rows, ceil(K/2)]).
+        scale: [rows, G].
+        zero_point: [rows, G], if the key has zero points.
+        g_idx: [K], the group of each column, if the key is permuted.
     """
 
     key: QuantKey
@@ -31,7 +37,14 @@ class GroupedCodes:
     g_idx: Tensor | None = None
 
     def product(self, x: Tensor) -> Tensor:
-        """``x`` [R, K] float32 times the matrix transposed: float32 [R, rows]."""
+        """Multiply float32 activations by the matrix, transposed.
+
+        Args:
+            x: float32 [R, K].
+
+        Returns:
+            float32 [R, rows].
+        """
         rows = len(self.codes)
         x, g_idx = self._column_order(x), self._group_order()
         size = rows if x.device.type != "cpu" else min(max(_BLOCK // max(x.shape[1], 1), 1), rows)
@@ -46,25 +59,25 @@ class GroupedCodes:
 
     @property
     def _halves(self) -> int:
-        """1, or 2 where bytes hold two codes."""
+        """1, or 2 if each byte holds two codes."""
         return 1 if self.key.packing is None else 2
 
     def _column_order(self, x: Tensor) -> Tensor:
-        """Columns of ``x`` as blocks have them: with two codes in a byte even ones, then odd ones (one may be 0)."""
+        """Permute the columns of ``x`` like a block's: even, then odd, zero-padded if needed."""
         if self._halves == 1:
             return x
         missing = x.new_zeros(len(x), x.shape[1] % 2)
         return torch.cat((x[:, 0::2], x[:, 1::2], missing), dim=1)
 
     def _group_order(self) -> Tensor | None:
-        """:attr:`g_idx` in the same order."""
+        """Permute :attr:`g_idx` in the same way."""
         if self.g_idx is None or self._halves == 1:
             return self.g_idx
         missing = self.g_idx.new_zeros(len(self.g_idx) % 2)
         return torch.cat((self.g_idx[0::2], self.g_idx[1::2], missing))
 
     def _dequantize(self, block: slice, out: Tensor, g_idx: Tensor | None) -> None:
-        """The values of some rows, in ``out`` [rows, columns] float32."""
+        """Dequantize some rows to ``out``, float32 [rows, columns]."""
         codes = self.codes[block]
         zero_point = None if self.zero_point is None else self.zero_point[block]
         if self._halves == 2:
@@ -79,14 +92,14 @@ class GroupedCodes:
         self._spread(torch.Tensor.mul_, out, scale, g_idx)
 
     def _signed(self, codes: Tensor) -> Tensor:
-        """Codes less what symmetric types add: in bytes, of which there are fewer than of floats."""
+        """Subtract the offset of symmetric types, while codes are still bytes."""
         offset = self.key.dtype.offset if self.zero_point is None else 0
         return codes.sub(offset).view(torch.int8) if offset else codes
 
     def _spread(
         self, change: Callable[[Tensor, Tensor], Tensor], out: Tensor, own: Tensor, g_idx: Tensor | None
     ) -> None:
-        """Change every value of ``out`` by that of ``own`` [rows, G] for its group."""
+        """Apply ``change`` to ``out`` with each group's value of ``own`` [rows, G]."""
         if g_idx is not None:
             change(out, own.index_select(1, g_idx))
             return

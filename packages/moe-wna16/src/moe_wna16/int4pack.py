@@ -1,19 +1,18 @@
-"""torch's own CPU products of bfloat16 activations and 4-bit weights, which read the codes as they are.
+"""torch's CPU products of bfloat16 activations and 4-bit weights, which read codes directly.
 
-``_weight_int4pack_mm_for_cpu`` widens codes in registers, ``(code - 8) * scale + zero``, and sums in float32; scales
-and zeros are bfloat16, and so is the result.  What that does not hold is left to further passes, each of which adds
-what the ones before left out:
+``_weight_int4pack_mm_for_cpu`` dequantizes codes in registers, ``(code - 8) * scale + zero``, and accumulates in
+float32. Scales, zeros and the result are bfloat16. What one pass cannot represent is added by further passes:
 
     int4, bfloat16 scales    (c - 8) s
     int4, otherwise          (c - 8) s + (8 - zp) s in two passes: upper halves of s and (8 - zp) s, then lower ones
-    int8                     16 h s + (128 - zp + t) s, then l s and what the zero lacked; two passes more where s is
-                             no bfloat16
+    int8                     16 h s + (128 - zp + t) s, then l s and the remainder of the zero; two more passes if s
+                             is not representable in bfloat16
 
-There ``c - 128 = 16 h + l + t`` with h and l from -8 to 7: small codes have h = 0, so that nothing large cancels.  That
-reaches from -136 to 119; t is 8 in groups with a code of 120 or more, and else 0.
+For int8, ``c - 128 = 16 h + l + t`` with h and l from -8 to 7. Small codes have h = 0, so that no large terms cancel.
+The range is -136 to 119; t is 8 in groups with a code of 120 or more, else 0.
 
-Other dtypes of activations take a path of the product that is slower than dequantising.  Its layout is private to torch
-and differs between instruction sets: :func:`available` finds out whether it is the one that :func:`unpack` reads,
+Other activation dtypes use a path of the product that is slower than dequantization. The layout is private to torch and
+differs between instruction sets. :func:`available` tests whether it is the one that :func:`unpack` reads:
 
     [rows / 64, K, 32] bytes: byte j of column k holds rows j (low four bits) and j + 32 of 64
 """
@@ -25,33 +24,41 @@ import functools
 import torch
 from torch import Tensor
 
-#: rows of a tile of the layout
+#: rows per tile of the layout
 TILE = 64
-#: sizes of groups that the product knows
+#: group sizes that the product supports
 GROUPS = (128, 64, 32)
-#: rows of activations, times passes, above which dequantising and multiplying in float32 is faster
+#: rows of activations, times passes, above which dequantization and a float32 product are faster
 MAX_ROWS = 128
-#: float32 values of a block that is dequantised: 4 MB
+#: float32 values of a dequantized block: 4 MB
 _BLOCK = 2**20
 
 
 def pack(codes: Tensor, bits: int, group: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Canonical codes of one matrix, uint8 [rows, K], of 4 bits [rows, K/2], as uint8 [planes, rows / 64, K, 32].
+    """Pack canonical codes of one matrix for the product.
 
-    int4 is one plane, int8 two: h, then l.  ``rows`` is a multiple of 64.  ``order``: the columns, as
-    :func:`column_blocks` has them.  Also returns t, float32 [K / group, rows].
+    int4 takes one plane, int8 two: h, then l.
+
+    Args:
+        codes: uint8 [rows, K], 4 bits [rows, K/2]; rows a multiple of 64.
+        bits: bits per code.
+        group: columns per group.
+        order: order of the columns, from :func:`column_blocks`.
+
+    Returns:
+        uint8 [planes, rows / 64, K, 32], and t, float32 [K / group, rows].
     """
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
     if order is not None:
-        # where there is no column any will do: activations are 0 there
+        # padding positions may take any column: activations are 0 there
         codes = codes.index_select(1, order.clamp(max=codes.shape[1] - 1))
     rows, columns = codes.shape
     wide, planes = codes.to(torch.int32), []
     added = wide.new_zeros(rows, columns // group)
     if bits == 8:
         added = 8 * (wide.view(rows, -1, group).amax(dim=2) >= 248).int()
-        # 16 (h + 8) + (l + 8), of a number from 0 to 255
+        # 16 (h + 8) + (l + 8), for a number from 0 to 255
         wide = wide + 8 - added.repeat_interleave(group, dim=1)
         planes.append(wide >> 4)
     planes.append(wide & 15)
@@ -61,7 +68,12 @@ def pack(codes: Tensor, bits: int, group: int, order: Tensor | None = None) -> t
 
 
 def unpack(packed: Tensor, out: Tensor) -> None:
-    """Codes less half of their number, of some tiles ``packed`` [planes, T, K, 32], in ``out`` [K, T * 64] float32."""
+    """Unpack tiles to signed codes, relative to the middle of the code range.
+
+    Args:
+        packed: tiles [planes, T, K, 32].
+        out: float32 [K, T * 64], overwritten.
+    """
     planes, count, columns, _ = packed.shape
     tiles = out.view(columns, count, 2, TILE // 2).permute(2, 1, 0, 3)
     first = packed[0]
@@ -76,10 +88,16 @@ def unpack(packed: Tensor, out: Tensor) -> None:
 
 
 def column_blocks(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Columns in the order of their groups, ``g_idx`` [K], each group filled up to blocks of 32 columns.
+    """Sort columns by group and pad each group to blocks of 32 columns.
 
-    (int32 [blocks * 32]: the column at each place, K for none; int64 [blocks]: each block's group).  How many blocks
-    there are follows from K and ``groups`` alone.
+    The number of blocks depends only on K and ``groups``.
+
+    Args:
+        g_idx: [K], the group of each column.
+        groups: number of groups.
+
+    Returns:
+        int32 [blocks * 32], the column at each position, K for padding; and int64 [blocks], the group of each block.
     """
     size, own = GROUPS[-1], g_idx.long()
     columns = len(own)
@@ -98,10 +116,16 @@ def column_blocks(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, added: Tensor) -> Tensor:
-    """Scales and zeros of the passes of one matrix, bfloat16 [passes, groups, rows, 2].
+    """Return scales and zeros of all passes of one matrix.
 
-    ``scale`` [rows, G], ``zero_point`` of its shape (None: half of the codes); ``added``: t [groups, rows], of G groups
-    or a multiple.
+    Args:
+        scale: [rows, G].
+        zero_point: [rows, G]; None for the middle of the code range.
+        bits: bits per code.
+        added: t, [groups, rows], for G groups or a multiple.
+
+    Returns:
+        bfloat16 [passes, groups, rows, 2].
     """
     groups = len(added)
     repeats = groups // scale.shape[1]
@@ -110,7 +134,7 @@ def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, added:
     zeros = torch.zeros_like(wide)
     if zero_point is not None:
         zeros = (middle - zero_point.float().T.repeat_interleave(repeats, dim=0)) * wide
-    # as a sum over a group, t belongs to the part whose codes lie around it
+    # t adds a multiple of the group's sum, so it belongs to the zeros
     zeros = zeros + added * wide
     left = wide
     passes = []
@@ -126,9 +150,17 @@ def scales_and_zeros(scale: Tensor, zero_point: Tensor | None, bits: int, added:
 
 
 def product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    """``x`` [R, K] float32, values of bfloat16, times one matrix transposed: float32 [R, rows].
+    """Multiply activations by one matrix, transposed.
 
-    Of few rows the sums of each pass are rounded to bfloat16.
+    With few rows, each pass's sums are rounded to bfloat16.
+
+    Args:
+        x: float32 [R, K] with values representable in bfloat16.
+        packed: tiles of the matrix from :func:`pack`.
+        scales: result of :func:`scales_and_zeros`.
+
+    Returns:
+        float32 [R, rows].
     """
     passes, groups, rows, _ = scales.shape
     planes, _, columns, _ = packed.shape
@@ -145,7 +177,7 @@ def product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 def _dequantized_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     _, groups, rows, _ = scales.shape
     planes, all_tiles, columns, _ = packed.shape
-    # in float32 all passes are one: the last of each round has the scales of whole codes
+    # in float32 one pass suffices: the last of each set has the scales of whole codes
     scale = scales[planes - 1 :: planes, ..., 0].float().sum(dim=0)
     zeros = scales[..., 1].float().sum(dim=0)
     if planes == 2:
@@ -167,7 +199,14 @@ def _dequantized_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def group_of(size: int, rows: int, columns: int, *, permuted: bool = False) -> int | None:
-    """Columns that share a scale in the layout, of weights in groups of ``size`` (-1: whole rows), or None."""
+    """Return the group size of the layout, or None if the weights do not fit it.
+
+    Args:
+        size: columns per group, -1 for whole rows.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        permuted: columns are grouped by activation order.
+    """
     if rows % TILE:
         return None
     if permuted:
@@ -177,7 +216,7 @@ def group_of(size: int, rows: int, columns: int, *, permuted: bool = False) -> i
 
 @functools.cache
 def available() -> bool:
-    """Whether this torch and CPU have the product, exact, in the layout that :func:`unpack` reads."""
+    """Return whether torch and the CPU have the exact product, in the layout of :func:`unpack`."""
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return False
     rows, columns, group = 2 * TILE, 64, 32
@@ -187,7 +226,7 @@ def available() -> bool:
     scale = torch.tensor([1.0, 0.5], dtype=torch.bfloat16, device="cpu").expand(rows, 2)
     try:
         packed, added = pack(codes, 4, group)
-        # one column each: what comes out are the weights
+        # unit vectors, so that the product returns the weights
         one = torch.eye(columns, dtype=torch.float32, device="cpu")
         found = product(one, packed, scales_and_zeros(scale, None, 4, added))
         tiles = torch.empty(columns, rows, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""The quant keys of this scheme, as patterns that claims are made of."""
+"""Quant keys of this scheme, as patterns for claims."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from moe_core import GroupShape, KeyPattern, QuantKey, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
 
-#: columns that share a scale: 32, 64, 128, all of a row
+#: columns that share a scale: 32, 64, 128, a whole row
 GROUPS = tuple(GroupShape(1, columns) for columns in (32, 64, 128, -1))
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the four element types: int4, int4 with zero points, int8, int8 with zero points
@@ -15,10 +15,18 @@ BASES = (kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym)
 
 
 def every_key(base: QuantKey) -> KeyPattern:
-    """All groups, scale dtypes, column orders and input factors of one element type."""
+    """Match all groups, scale dtypes, column orders and input factors of an element type.
+
+    Args:
+        base: key of the element type.
+    """
     return KeyPattern(base, GROUPS, SCALE_DTYPES, permuted=(False, True), pre_scaled=(False, True))
 
 
 def in_order(base: QuantKey) -> KeyPattern:
-    """:func:`every_key` without activation order."""
+    """Match :func:`every_key` without activation order.
+
+    Args:
+        base: key of the element type.
+    """
     return replace(every_key(base), permuted=None)

@@ -1,4 +1,4 @@
-"""The functions that engines know the WNA16 scheme by."""
+"""Engine-facing functions of the WNA16 scheme, under the names that engines use."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = SchemeFunctions(SCHEME)
 
-#: the backend for a layer
+#: Select the backend of a layer.
 _select = _FUNCTIONS.select("wna16", __name__)
-#: the experts classes of a backend
+#: Return the experts classes of a backend.
 backend_to_kernel_cls = _FUNCTIONS.backend_to_kernel_cls
-#: what an engine's option names, as a backend
+#: Map an engine's option to a backend.
 map_wna16_backend = _FUNCTIONS.map_backend
-#: every backend in order of preference for a request
+#: List all backends in order of preference for a request.
 get_priority_backends = _FUNCTIONS.get_priority_backends
-#: prepare + the selected experts + finalize around converted weights
+#: Build a kernel from converted weights: prepare, the selected experts, finalize.
 make_wna16_moe_kernel = _FUNCTIONS.make_kernel
 
 
@@ -51,12 +51,28 @@ def select_wna16_moe_backend(
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
 ) -> Selection:
-    """The backend for ``config``: ``.backend``, ``.experts`` (the class) and ``.report`` (every candidate's reasons).
+    """Select the backend of a layer.
 
-    ``weight_key`` says bits, zero points, group size, the scales' dtype, activation order and factors of inputs, e.g.
-    ``kInt4StaticAsym.with_group(1, 64).with_scale_dtype(torch.float16)``; ``activation_key`` ``kFp8DynamicTokenSym``
-    asks for e4m3 activations of int4 weights (W4AFP8).  ``weight_bits``, if it is given, must be those of the key.
-    A named backend is used or refused, never replaced.  Raises SelectionError, ConfigError.
+    A named backend is used or refused, never replaced.
+
+    Args:
+        config: configuration of the layer.
+        weight_key: quantization of the weights. It specifies bits, zero points, group size, the scales' dtype,
+            activation
+            order and input factors, e.g. ``kInt4StaticAsym.with_group(1, 64).with_scale_dtype(torch.float16)``.
+        activation_key: None for 16-bit activations; ``kFp8DynamicTokenSym`` for e4m3 activations of int4 weights
+            (W4AFP8).
+        weight_bits: bits per code; if given, must agree with the key.
+        moe_backend: name of the backend, or "auto".
+        device: device to select a backend for.
+        environment: environment to check the backends' requirements against.
+
+    Returns:
+        The selection: ``.backend``, ``.experts`` (the class) and ``.report`` (all candidates with reasons).
+
+    Raises:
+        SelectionError: no backend fits.
+        ConfigError: invalid arguments.
     """
     key = as_quant_key(weight_key, "weight_key")
     if weight_bits is not None and key is not None and weight_bits != key.dtype.bits:
@@ -87,18 +103,31 @@ def convert_to_wna16_moe_kernel_format(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> KernelWeights:
-    """Canonical tensors of one layer in the layout of the selected backend.  Pure: the inputs stay as they are.
+    """Convert a layer's canonical tensors to the selected backend's layout; inputs are unchanged.
 
-    - ``w13`` [E, 2N, K] (gate rows first), ``w2`` [E, K, N]: unsigned codes, uint8; int4 two in a byte, even columns
-      in the low four bits: [E, 2N, ceil(K/2)] and [E, K, ceil(N/2)]
-    - ``w13_scale`` [E, 2N, G], ``w2_scale`` [E, K, G] of the key's dtype, a scale for each group of columns, of which
-      the last may be short; zero points of the same shapes, uint8 or int32, neither packed nor less one:
-      values are ``(code - zero point) * scale``, without zero points ``(code - 8) * scale`` or ``(code - 128) * scale``
-    - ``w13_g_idx`` [E, K], ``w2_g_idx`` [E, N] int32: the group of each column, where the key is permuted
-    - ``w13_pre_scale`` [E, K], ``w2_pre_scale`` [E, N] float32: factors of the inputs' columns, where it is pre-scaled
-    - biases [E, 2N] and [E, K]
+    Values are ``(code - zero point) * scale``; without zero points ``(code - 8) * scale`` or ``(code - 128) * scale``.
+    int4 codes are two per byte, even columns in the low four bits. Zero points are neither packed nor reduced by one.
 
-    Raises TensorError, which names the tensor, what was found and what was expected.
+    Args:
+        selection: result of :func:`select_wna16_moe_backend`.
+        w13: uint8 codes [E, 2N, K], gate rows first; int4 [E, 2N, ceil(K/2)].
+        w2: uint8 codes [E, K, N]; int4 [E, K, ceil(N/2)].
+        w13_scale: [E, 2N, G] in the key's dtype, one per group of columns; the last group may be partial.
+        w2_scale: [E, K, G] in the key's dtype.
+        w13_zero_point: uint8 or int32 [E, 2N, G].
+        w2_zero_point: uint8 or int32 [E, K, G].
+        w13_g_idx: int32 [E, K], the group of each column, if the key is permuted.
+        w2_g_idx: int32 [E, N], the group of each column, if the key is permuted.
+        w13_pre_scale: float32 [E, K], factors of the input columns, if the key is pre-scaled.
+        w2_pre_scale: float32 [E, N], factors of the input columns, if the key is pre-scaled.
+        w13_bias: [E, 2N].
+        w2_bias: [E, K].
+
+    Returns:
+        Weights in the backend's layout.
+
+    Raises:
+        TensorError: names the tensor, the value found and what was expected.
     """
     return _FUNCTIONS.convert(
         selection,
@@ -134,14 +163,31 @@ def make_wna16_moe_quant_config(
     num_bits: int | None = None,
     group_size: int | None = None,
 ) -> FusedMoEQuantConfig:
-    """Scales, zero points, column groups, input factors and biases of canonical weights.  All by keyword.
+    """Build the quant config of canonical WNA16 weights.
 
-    - shapes and dtypes are those of :func:`convert_to_wna16_moe_kernel_format`
-    - ``weight_key``, ``activation_key`` say the kinds outright, as a selection has them; activation None: 16 bits
-    - without a ``weight_key``: ``num_bits`` (4 or 8) and ``group_size`` (-1: the whole row); the tensors that are given
-      say the rest
+    Shapes and dtypes are those of :func:`convert_to_wna16_moe_kernel_format`. ``weight_key`` and ``activation_key``
+    state the schemes directly, as a selection does. Without a ``weight_key``, ``num_bits`` and ``group_size`` are
+    required; the given tensors determine the rest.
 
-    Raises ConfigError where the keys and the tensors contradict each other, TensorError for wrong shapes and dtypes.
+    Args:
+        w1_scale: scales of ``w13``.
+        w2_scale: scales of ``w2``.
+        w1_zp: zero points of ``w13``.
+        w2_zp: zero points of ``w2``.
+        w1_g_idx: column groups of ``w13``.
+        w2_g_idx: column groups of ``w2``.
+        w1_pre_scale: factors of the input columns of ``w13``.
+        w2_pre_scale: factors of the input columns of ``w2``.
+        w1_bias: [E, 2N].
+        w2_bias: [E, K].
+        weight_key: quantization of the weights.
+        activation_key: quantization of the activations; None for 16-bit activations.
+        num_bits: 4 or 8.
+        group_size: columns per group, -1 for the whole row.
+
+    Raises:
+        ConfigError: keys and tensors contradict each other.
+        TensorError: a shape or dtype is wrong.
     """
     key = as_quant_key(weight_key, "weight_key")
     if key is None:
@@ -187,7 +233,7 @@ def make_wna16_moe_quant_config(
 
 
 def _check_groups(size: int, w1_scale: Tensor, w2_scale: Tensor, *, permuted: bool) -> None:
-    """Raise TensorError where scales have another number of groups than the rows of the other matrix are columns."""
+    """Raise TensorError if the groups do not match the rows of the other matrix's scales."""
     check_shape("w1_scale", w1_scale, ("E", "2N", "G"))
     check_shape("w2_scale", w2_scale, (w1_scale.shape[0], "K", "G"))
     if permuted:

@@ -1,4 +1,4 @@
-"""A small checkpoint as GPTQModel writes int4 in groups of 128, with random weights."""
+"""Small random-weight checkpoint in GPTQModel's int4 format with groups of 128."""
 
 from __future__ import annotations
 
@@ -43,7 +43,14 @@ _ZEROS = 0x77777777
 
 
 def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
-    """The MoE block of the layer: router, and per expert ``qweight``, ``qzeros``, float16 ``scales``, ``g_idx``."""
+    """Generate the layer's MoE block: router, and per expert GPTQ tensors with float16 scales.
+
+    Args:
+        generator: source of the random weights.
+
+    Returns:
+        Tensors by checkpoint name: ``qweight``, ``qzeros``, ``scales``, ``g_idx``.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
@@ -60,7 +67,7 @@ def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
         codes, scale, _ = quantize_weight(normal(EXPERTS, rows, cols), key)
         for expert in range(EXPERTS):
             name = f"{prefix}.experts.{expert}.{projection}"
-            # eight columns of a row in a word, words of one row below one another
+            # a word holds eight columns of a row; the words of a row are stacked vertically
             tensors[f"{name}.qweight"] = codes[expert].view(torch.int32).mT.contiguous()
             tensors[f"{name}.qzeros"] = torch.full((cols // GROUP, rows // 8), _ZEROS, dtype=torch.int32)
             tensors[f"{name}.scales"] = scale[expert].mT.contiguous()
@@ -69,6 +76,11 @@ def layer_tensors(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, seed: int = 0) -> None:
-    """Write config.json and one file of tensors into ``folder``."""
+    """Write config.json and one safetensors file.
+
+    Args:
+        folder: target folder.
+        seed: seed of the random weights.
+    """
     tensors = layer_tensors(torch.Generator().manual_seed(seed))
     write_folder(folder, CONFIG, [("model.safetensors", tensors)])

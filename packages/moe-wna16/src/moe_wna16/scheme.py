@@ -1,4 +1,4 @@
-"""The WNA16 scheme as data: what this package registers with moe-core (entry point ``moe_core.schemes``)."""
+"""The WNA16 scheme as data, registered with moe-core (entry point ``moe_core.schemes``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WNA16MoEBackend(StrEnum):
-    """Backends of this package; other packages' backends are named by their entry points."""
+    """Backends of this package; the entry points of other packages name theirs."""
 
     MARLIN = "marlin"
     BATCHED_MARLIN = "batched_marlin"
@@ -35,7 +35,7 @@ class WNA16MoEBackend(StrEnum):
     TORCH = "torch"
 
 
-#: element types of weights, and whether they go without zero points
+#: element types of weights, and whether they are symmetric (without zero points)
 _SYMMETRIC = {UINT4B8: True, UINT8B128: True, UINT4: False, UINT8: False}
 
 
@@ -59,7 +59,7 @@ def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activat
     return None
 
 
-#: unsigned 4- and 8-bit codes in groups along K, with 16-bit activations, or int4 ones with e4m3 activations
+#: Scheme of unsigned 4- and 8-bit codes in groups along K, with 16-bit activations; int4 also with e4m3 activations.
 SCHEME = SchemeSpec(
     name="wna16",
     interface_api=(1, 0),

@@ -1,9 +1,9 @@
-"""Checkpoint folders with something changed: refused, or right.
+"""Fuzz tests of modified checkpoint folders: each must be refused or load correctly.
 
     class TestFuzz(FuzzTests):
         folders = {"my format": Folder(my_tensors, {**CONFIG, "quantization_config": {"quant_method": "mine"}})}
 
-``pytest --moe-fuzz N`` makes N mutations of each; :class:`Fuzzer` does the same from anywhere:
+``pytest --moe-fuzz N`` makes N mutations of each folder; :class:`Fuzzer` does the same from anywhere:
 
     report = Fuzzer(Sample.of("my format", folder), tmp_path / "fuzz").run(range(1000))
 """

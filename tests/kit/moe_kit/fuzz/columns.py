@@ -1,4 +1,4 @@
-"""Layers of which some columns are read, against those that were read whole and cut."""
+"""Compare column shards read from a checkpoint with shards cut from the whole layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from moe_core.parallel.shard_plan import cut_columns
 
 
 def check_columns(folder: Path) -> int:
-    """Compare windows of columns of the folder's layer, at its ends and inside; what their ends are multiples of.
+    """Compare column ranges of a folder's layer, at its ends and inside.
 
-    Raises AssertionError for one that differs, and for a format that reads layers whole only.
+    Args:
+        folder: The checkpoint folder.
+
+    Returns:
+        The step that the ends of the ranges are multiples of.
+
+    Raises:
+        AssertionError: A range differs, or the format only reads whole layers.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -24,7 +31,7 @@ def check_columns(folder: Path) -> int:
         if unit is None:
             raise AssertionError(f"{source.format.name} says no column_unit: tensor-parallel ranks read all of a layer")
         key = whole.weight_key
-        # where the canonical form is cut, too
+        # The canonical form must be divisible there too.
         shape = (1, 1) if key is None else (key.group_shape.row, 1 if key.permuted else key.group_shape.col)
         packed = 1 if key is None or key.packing is None else key.packing.values_per_word
         step = math.lcm(unit, packed, *(extent for extent in shape if extent != -1))

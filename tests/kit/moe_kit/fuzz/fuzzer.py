@@ -1,7 +1,7 @@
-"""Reads folders that were changed, and says whether what came of them is right.
+"""Read modified checkpoint folders and judge the outcome.
 
-A mutation is right if it is refused by a :class:`moe_core.errors.MoEError`, within a bounded time and without much
-memory, or if the layer that loads is the one before, or differs only in what the change means
+A mutation is handled correctly if a :class:`moe_core.errors.MoEError` refuses it within bounded time and memory. It is
+also correct if the layer loads and equals the original, or differs only in what the change means
 (:mod:`moe_kit.fuzz.meaning`).
 """
 
@@ -24,32 +24,52 @@ from moe_kit.fuzz.meaning import allowed_differences, changed_names, unexplained
 from moe_kit.fuzz.mutations import Files, mutated
 from moe_kit.fuzz.reading import Layer, read_folder
 
-#: seconds that one folder may take; patterns of a config may take five of them
+#: time limit of one folder in seconds; patterns of a config may take five of them
 SECONDS = 30
-#: megabytes that the process may grow by, and the mutations after each of which that is looked at
+#: allowed growth of the process in megabytes, and the number of mutations between two checks of it
 MEGABYTES, _WEIGHED = 256, 32
-#: characters of an error's message
+#: length limit of an error's message
 LONGEST_MESSAGE = 5_000
-#: failures that are told of, each of another kind
+#: number of reported failures, each of a different kind
 MOST_FAILURES = 10
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A folder that loads, by file name, and the name to tell it by."""
+    """A folder that loads.
+
+    Attributes:
+        name: Name for reports.
+        files: Content by file name.
+    """
 
     name: str
     files: Files
 
     @staticmethod
     def of(name: str, folder: Path) -> Sample:
-        """The files of ``folder``."""
+        """Read the files of a folder.
+
+        Args:
+            name: Name for reports.
+            folder: The checkpoint folder.
+
+        Returns:
+            The sample.
+        """
         return Sample(name, {path.name: path.read_bytes() for path in folder.iterdir()})
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a seed did that it should not: ``kind`` names it shortly, ``what`` tells of it."""
+    """Incorrect handling of one seed's mutation.
+
+    Attributes:
+        seed: The seed.
+        kind: Short name of the failure.
+        changes: Descriptions of the changes.
+        what: Description of the failure.
+    """
 
     seed: int
     kind: str
@@ -62,7 +82,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """Mutations by outcome, and the failures of different kinds."""
+    """Number of mutations by outcome, and failures of different kinds."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
@@ -70,7 +90,11 @@ class Report:
     slowest: float = 0.0
 
     def add(self, failure: Failure) -> None:
-        """Keep the first of its kind."""
+        """Keep the failure if it is the first of its kind.
+
+        Args:
+            failure: The failure.
+        """
         if len(self.failures) < MOST_FAILURES and all(failure.kind != known.kind for known in self.failures):
             self.failures.append(failure)
 
@@ -86,9 +110,12 @@ class _TooLongError(BaseException):
 
 
 class Fuzzer:
-    """Runs seeds on one sample, in a folder of its own that should lie in memory.
+    """Run seeds on one sample, in a dedicated folder that should be in memory.
 
-    ``read``: a folder's layer; MoEError where it is refused.
+    Args:
+        sample: The sample.
+        folder: Folder for the mutated files.
+        read: Returns a folder's layer, or raises MoEError to refuse it.
     """
 
     def __init__(self, sample: Sample, folder: Path, read: Callable[[Path], Layer] = read_folder) -> None:
@@ -99,7 +126,14 @@ class Fuzzer:
         self.layer = read(folder)
 
     def run(self, seeds: Iterable[int]) -> Report:
-        """Every seed's mutation; failures are collected, the first of each kind."""
+        """Run the mutation of every seed.
+
+        Args:
+            seeds: The seeds.
+
+        Returns:
+            The outcomes, and the first failure of each kind.
+        """
         report = Report()
         memory = _megabytes()
         with _alarm():
@@ -120,20 +154,35 @@ class Fuzzer:
         return report
 
     def mutation(self, seed: int, most: int = 2) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
-        """The folder of a seed, and what is changed in it: one thing, sometimes two, but not more than ``most``."""
+        """Return the mutated folder of a seed: one change, sometimes two.
+
+        Args:
+            seed: The seed.
+            most: Largest number of changes.
+
+        Returns:
+            (files, descriptions of the changes).
+        """
         rng = random.Random(f"{self.sample.name} {seed}")
         files, changes = dict(self.sample.files), []
         for _ in range(min(most, 1 if rng.random() < 0.8 else 2)):
             try:
                 files, what = mutated(files, rng)
             except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError):
-                # the first change left nothing that the second one could read
+                # The first change left nothing that the second one could parse.
                 break
             changes.append(what)
         return files, tuple(changes)
 
     def one(self, seed: int) -> tuple[str, Failure | None]:
-        """(outcome, failure) of a seed; of its first change alone, where that does the same."""
+        """Run one seed; if its first change alone fails in the same way, report that instead.
+
+        Args:
+            seed: The seed.
+
+        Returns:
+            (outcome, failure or None).
+        """
         outcome, failure = self._judged(seed, *self.mutation(seed))
         if failure is not None and len(failure.changes) > 1:
             _, smaller = self._judged(seed, *self.mutation(seed, most=1))
@@ -183,7 +232,7 @@ class Fuzzer:
             del self._there[name]
         for name, content in files.items():
             if self._there.get(name) != content:
-                # a new file: the old one may be mapped
+                # Write a new file, since the old one may be memory-mapped.
                 (self.folder / name).unlink(missing_ok=True)
                 (self.folder / name).write_bytes(content)
                 self._there[name] = content
@@ -191,7 +240,7 @@ class Fuzzer:
 
 @contextmanager
 def _alarm() -> Iterator[None]:
-    """Within, an alarm raises what stops the reading of a folder that takes too long, where the system has alarms."""
+    """Interrupt reads that take too long with an alarm, if the system has alarms."""
     if not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -212,10 +261,10 @@ def _ring_in(seconds: int) -> None:
 
 
 def _megabytes() -> float:
-    """The most memory that the process ever had."""
+    """Peak memory of the process so far."""
     try:
         import resource
-    except ImportError:  # not on every system
+    except ImportError:  # not available on every system
         return 0.0
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size / (1 << 20 if sys.platform == "darwin" else 1 << 10)

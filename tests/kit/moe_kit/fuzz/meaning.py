@@ -1,10 +1,11 @@
-"""Which differences a change of a folder may make: what any reader must believe, and nothing else.
+"""Differences that a change of a folder may cause: what any reader must accept, no more.
 
-A folder that was changed and still loads is right if it gives the same layer as before, or differs only in what the
-changed entries and tensors mean:
+A modified folder that still loads is correct if it gives the original layer, or differs only in what the changed
+entries and tensors mean:
 
-- an entry of a JSON file that is in :data:`MEANINGS`, if its new value is one that the entry may have
-- the bytes and types of an expert's tensors: that expert's matrix, and the scale of its inputs; of the router, its own
+- an entry of a JSON file in :data:`MEANINGS`, if its new value is valid for the entry
+- bytes and dtypes of an expert's tensors: that expert's matrix, and the scale of its inputs
+- tensors of the router: the router itself
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _number(value: object) -> bool:
 
 
 def _each(values: Callable[[object], bool]) -> Callable[[object], bool]:
-    """The same, or one for each layer, of which the first is read."""
+    """Accept a value, or one value per layer, of which the first is read."""
     return lambda value: values(value[0] if value else None) if isinstance(value, list) else values(value)
 
 
@@ -66,10 +67,12 @@ def _size(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What an entry may change, and which values it may have.
+    """What an entry may change, and its valid values.
 
-    ``parts``: names of facts and values as :class:`Layer` has them; "routing" all of the routing, "values" all weights;
-    ``within``: a part of the entry's path that must be there, "" for any
+    Attributes:
+        parts: Names of facts and values of :class:`Layer`; "routing" for all of the routing, "values" for all weights.
+        values: Whether a value is valid.
+        within: Component that the entry's path must contain; "" for any path.
     """
 
     parts: tuple[str, ...]
@@ -87,9 +90,9 @@ _INPUTS = (
     "w2_input_zero_point",
 )
 
-#: by the last part of an entry's path
+#: by the last component of an entry's path
 MEANINGS: Mapping[str, tuple[Meaning, ...]] = {
-    # the model
+    # entries of the model
     **dict.fromkeys(
         ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "moe_top_k"),
         (Meaning(("top_k",), _each(_count)),),
@@ -103,8 +106,8 @@ MEANINGS: Mapping[str, tuple[Meaning, ...]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), (Meaning(("activation",), _each(_name)),)),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (Meaning(("activation_params",), _each(_number)),)),
     "model_type": (
-        # another family that is known; gate and up rows of gpt-oss lie in turns, and its experts have biases, as those
-        # of some samples have
+        # Another known family. In gpt-oss, gate and up rows are interleaved and experts have biases, as in some
+        # samples.
         Meaning(
             (*_ROUTING, "activation", "activation_params", "apply_router_weight_on_input", "values", "w13_bias"),
             _exactly("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"),
@@ -140,7 +143,7 @@ MEANINGS: Mapping[str, tuple[Meaning, ...]] = {
     "input_tensors": (Meaning(_INPUTS, _one_of()),),
 }
 
-#: names of the same thing, which a tool's settings hold at their top: so deep at most in a file
+#: synonyms that a tool's settings may hold at their top level, and their maximum depth in a file
 SYNONYMS, _TOP = (
     (
         *(("bits", "w_bit"), ("group_size", "q_group_size"), ("checkpoint_format", "format"), ("quant_algo",)),
@@ -149,7 +152,7 @@ SYNONYMS, _TOP = (
     2,
 )
 
-#: matrices whose tensors an expert's name may hold
+#: matrices that an expert's tensor name may contain
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.(?:(gate_up_proj|gate_proj|up_proj)|(down_proj))\..*", re.DOTALL)
 _NUMBERED = re.compile(r".*\.experts\.(gate_up|down)\.(\d+)\..*", re.DOTALL)
 _STACKED = re.compile(r".*\.experts\.(?:(gate_up_proj)|(down_proj)).*", re.DOTALL)
@@ -159,7 +162,16 @@ _ROUTER = ("gate.weight", "router.weight", "router.bias", "e_score_correction_bi
 
 
 def allowed_differences(before: Files, after: Files, num_experts: int) -> Allowed:
-    """Names that :meth:`Layer.differences` of the folders may have."""
+    """Return the differences that a change may cause.
+
+    Args:
+        before: Files of the original folder.
+        after: Files of the modified folder.
+        num_experts: Number of experts.
+
+    Returns:
+        Names as in :meth:`Layer.differences`.
+    """
     allowed: Allowed = set()
     contradicted = set(contradictions(after))
     for name in before.keys() | after.keys():
@@ -172,7 +184,7 @@ def allowed_differences(before: Files, after: Files, num_experts: int) -> Allowe
         else:
             for path, value in changed_entries(old, new):
                 if path[:1] == ("weight_map",):
-                    # an index that does not name a tensor takes it away
+                    # A tensor that the index does not name is removed.
                     allowed |= set(_of_tensor(path[-1], None, None, num_experts))
                 if path and path[-1] in contradicted and len(path) <= _TOP:
                     continue
@@ -183,7 +195,14 @@ def allowed_differences(before: Files, after: Files, num_experts: int) -> Allowe
 
 
 def contradictions(files: Files) -> Iterator[str]:
-    """Entries of which the tools' settings say different things in one place and in another: none is to be believed."""
+    """Yield entries with contradictory values in a tool's settings: none of them is valid.
+
+    Args:
+        files: Files of the folder.
+
+    Yields:
+        Names of the entries.
+    """
     by_file = {name: statements(content) or {} for name, content in files.items() if name.endswith(".json")}
     for names in SYNONYMS:
         values = {
@@ -197,7 +216,15 @@ def contradictions(files: Files) -> Iterator[str]:
 
 
 def changed_names(before: Files, after: Files) -> list[str]:
-    """The last parts of the entries that differ, and "tensors" where those do."""
+    """Return the last path components of changed entries, and "tensors" if tensors differ.
+
+    Args:
+        before: Files of the original folder.
+        after: Files of the modified folder.
+
+    Returns:
+        The names, sorted.
+    """
     found: set[str] = set()
     for name in before.keys() | after.keys():
         old, new = before.get(name, b""), after.get(name, b"")
@@ -209,7 +236,15 @@ def changed_names(before: Files, after: Files) -> list[str]:
 
 
 def unexplained(differences: set[str], allowed: Allowed) -> set[str]:
-    """The differences that ``allowed`` does not hold."""
+    """Return the differences that are not allowed.
+
+    Args:
+        differences: Names of :meth:`Layer.differences`.
+        allowed: Names of :func:`allowed_differences`.
+
+    Returns:
+        The remaining differences.
+    """
 
     def explained(name: str) -> bool:
         base = name.partition("[")[0]
@@ -223,12 +258,20 @@ def unexplained(differences: set[str], allowed: Allowed) -> set[str]:
 
 
 def changed_entries(old: bytes, new: bytes) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, new value) of every entry of a JSON text that another has otherwise, or not at all."""
+    """Yield every entry of a JSON text that another text changes or lacks.
+
+    Args:
+        old: The original text.
+        new: The modified text.
+
+    Yields:
+        (path, new value).
+    """
     mine, theirs = statements(old or b"{}") or {}, statements(new or b"{}") or {}
     for path in mine.keys() | theirs.keys():
         value = theirs.get(path, MISSING)
         if path not in mine or type(value) is not type(mine[path]) or value != mine[path]:
-            # the entry itself, or the object that it was in, for one that is gone with its object
+            # The entry itself, and its enclosing objects, which may be gone with it.
             yield path, value
             for end in range(1, len(path)):
                 if path[:end] in theirs:
@@ -245,15 +288,18 @@ def _changed_tensors(old: bytes, new: bytes) -> Iterator[tuple[str, StoredTensor
 
 
 def _by_projection(content: bytes) -> dict[str, StoredTensor]:
-    """Tensors by name, in one of the namings that a model may have."""
+    """Return tensors by name, in one of the possible namings of a model."""
     found = stored_tensors(content) or {}
     return {_MIXTRAL.sub(lambda m: f".{_PROJECTIONS[m[1]]}.", name): tensor for name, tensor in found.items()}
 
 
 def _of_tensor(name: str, old: StoredTensor | None, new: StoredTensor | None, num_experts: int) -> Iterator[str]:
-    """What the tensor is part of; nothing for one that is gone or new, whose loss or coming must be noticed."""
+    """Yield what a tensor belongs to.
+
+    A removed or added tensor yields nothing, since its loss or presence must be noticed.
+    """
     if name.endswith(_ROUTER):
-        # an engine may bring the router itself; what belongs to it must not go alone
+        # An engine may provide the router itself, but tensors that belong to it must not disappear alone.
         if new is not None or name.endswith("weight"):
             yield from ("router_weight", "router_bias", "router_correction_bias")
         return

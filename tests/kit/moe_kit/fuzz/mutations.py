@@ -1,7 +1,7 @@
-"""Small changes of a checkpoint folder: of its JSON files, of safetensors headers, of data.
+"""Small modifications of a checkpoint folder: JSON files, safetensors headers and data.
 
-A folder is a dict from file names to bytes.  Everything is drawn from one ``random.Random``, so that a seed stands for
-a change.
+A folder is a dict from file names to bytes. All randomness comes from one ``random.Random``, so a seed identifies a
+change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ODD: tuple[Any, ...] = (
     ),
     *([], {}, [None], [128, 128], [1, 32], [0, 0], {"a": 1}),
 )
-#: names and words that some tool uses, so that a change may mean something
+#: names and words that some tool uses, so that a change may be meaningful
 WORDS: tuple[Any, ...] = (
     *("fp8", "mxfp8", "mxfp4", "gptq", "awq", "auto-round", "modelopt", "compressed-tensors", "quark", "FP8", "MXFP8"),
     *("W4A16_AWQ", "MXFP4", "W4A16_MXFP4", "MIXED_PRECISION", "gptq_v2", "gemm", "gemv", "marlin", "int", "float"),
@@ -56,7 +56,7 @@ KEYS: tuple[str, ...] = (
     *("moe_intermediate_size", "hidden_act", "norm_topk_prob", "model_type", "n_group", "topk_group", "scoring_func"),
     *("routed_scaling_factor", "topk_method", "swiglu_alpha"),
 )
-#: what some entries may be
+#: plausible values of some entries
 ALTERNATIVES: Mapping[str, tuple[Any, ...]] = {
     "quant_method": ("fp8", "mxfp8", "mxfp4", "gptq", "awq", "auto-round", "modelopt", "compressed-tensors", "quark"),
     "quant_algo": ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8"),
@@ -73,7 +73,7 @@ ALTERNATIVES: Mapping[str, tuple[Any, ...]] = {
     "scale_format": ("e8m0", None),
     "weight_block_size": ([128, 128], [64, 128], [1, 32], None),
 }
-#: files that some tool writes beside config.json
+#: files that some tools write next to config.json
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json")
 DTYPES = (
     *("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "I64"),
@@ -83,7 +83,15 @@ HEADER = 8
 
 
 def mutated(files: Files, rng: random.Random) -> tuple[dict[str, bytes], str]:
-    """``files`` with one thing changed, and what it is, in words."""
+    """Modify one thing in a folder.
+
+    Args:
+        files: Content by file name.
+        rng: Source of randomness.
+
+    Returns:
+        (new files, description of the change).
+    """
     names = sorted(files)
     tensors = [name for name in names if name.endswith(".safetensors")]
     texts = [name for name in names if name.endswith(".json")]
@@ -110,12 +118,20 @@ def mutated(files: Files, rng: random.Random) -> tuple[dict[str, bytes], str]:
 
 
 def mutated_json(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A JSON text with an entry changed, removed, added, renamed or nested; or with bytes of the text changed."""
+    """Change, remove, add, rename or nest an entry of a JSON text, or change bytes of the text.
+
+    Args:
+        content: The text.
+        rng: Source of randomness.
+
+    Returns:
+        (new text, description of the change).
+    """
     if rng.random() < 0.15:
         return _mutated_bytes(content, 0, len(content), rng)
     value = json.loads(content)
     holders = list(_holders(value, ""))
-    # entries deep inside are more than those above them: as often one as the other
+    # Deeply nested entries outnumber the others, so pick the top level more often.
     where, holder = rng.choice(holders) if rng.random() < 0.7 else holders[0]
     what = rng.choice(_JSON_CHANGES)(holder, rng)
     return json.dumps(value).encode(), f"{where or 'top'}: {what}"
@@ -143,13 +159,13 @@ def _replace(holder: Any, rng: random.Random) -> str:
 
 
 def _alternative(key: Any, rng: random.Random) -> Any:
-    """Something that the entry may be, now and then."""
+    """Sometimes return a plausible value of the entry."""
     known = ALTERNATIVES.get(key) if isinstance(key, str) else None
     return copy.deepcopy(rng.choice(known)) if known is not None and rng.random() < 0.4 else None
 
 
 def _other(value: Any, rng: random.Random) -> Any:
-    """Something else: near, from some tool's words, odd, or the value within something."""
+    """Return another value: a near one, a tool's word, an odd one, or the value nested."""
     kind = rng.random()
     if kind < 0.3:
         if isinstance(value, bool):
@@ -218,7 +234,7 @@ _JSON_CHANGES: tuple[Callable[[Any, random.Random], str], ...] = (
 
 
 def _another_file(files: Files, rng: random.Random) -> tuple[str, bytes, str]:
-    """A file of some tool beside config.json that repeats what that says, mostly with something changed."""
+    """Add a tool's file that repeats config.json, mostly with a change."""
     name = rng.choice(BESIDE)
     try:
         entries = json.loads(files["config.json"]).get("quantization_config", {})
@@ -235,7 +251,15 @@ def _another_file(files: Files, rng: random.Random) -> tuple[str, bytes, str]:
 
 
 def mutated_header(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A safetensors file whose header says something else, or is broken."""
+    """Change or break the header of a safetensors file.
+
+    Args:
+        content: The file.
+        rng: Source of randomness.
+
+    Returns:
+        (new file, description of the change).
+    """
     length = int.from_bytes(content[:HEADER], "little")
     kind = rng.random()
     if kind < 0.1:
@@ -342,14 +366,14 @@ def _product(shape: list[int]) -> int:
 
 
 def _halved(shape: list[int]) -> list[int]:
-    """The same elements in rows half as long."""
+    """Return the same number of elements in rows of half the length."""
     if len(shape) < 2 or shape[-1] % 2:
         return [*shape, 1]
     return [*shape[:-2], shape[-2] * 2, shape[-1] // 2]
 
 
 def _mutated_data(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Bytes of the tensors changed."""
+    """Change bytes of the tensors' data."""
     start = HEADER + int.from_bytes(content[:HEADER], "little")
     if start >= len(content):
         return _cut(content, rng)
@@ -365,7 +389,7 @@ def _mutated_data(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def _cut(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A file that ends early, goes on, or is empty."""
+    """Truncate, extend or empty a file."""
     kind = rng.randrange(4)
     if kind == 0:
         size = rng.randrange(len(content)) if content else 0
@@ -379,7 +403,7 @@ def _cut(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def _mutated_bytes(content: bytes, first: int, last: int, rng: random.Random) -> tuple[bytes, str]:
-    """A few bytes of the text between ``first`` and ``last`` changed, removed, doubled or added."""
+    """Change, remove, duplicate or add a few bytes of the text between ``first`` and ``last``."""
     data, what = bytearray(content), []
     for _ in range(rng.choice((1, 1, 1, 4))):
         last = min(last, len(data))

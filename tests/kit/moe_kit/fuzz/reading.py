@@ -1,6 +1,6 @@
-"""What a layer of a folder is, as values that can be compared; and what a folder says, read without the package.
+"""Layers as comparable values, and the content of a folder read without the package.
 
-The second is deliberately simple: it is what a change is judged by.
+The latter is deliberately simple, because changes are judged by it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,25 @@ HEADER = 8
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer: ``facts`` (sizes, routing, keys) and ``values`` (what it computes with), by name."""
+    """One layer.
+
+    Attributes:
+        facts: Sizes, routing and keys by name.
+        values: Tensors that it computes with, by name.
+    """
 
     facts: Mapping[str, Any]
     values: Mapping[str, Tensor]
 
     def differences(self, other: Layer) -> set[str]:
-        """Names of facts and values that differ; of values of experts ``name[expert]``."""
+        """Return the names of facts and values that differ; values of experts as ``name[expert]``.
+
+        Args:
+            other: The other layer.
+
+        Returns:
+            The names.
+        """
         found = {
             name
             for name in self.facts.keys() | other.facts.keys()
@@ -54,9 +66,17 @@ def _equal(one: object, other: object) -> bool:
 
 
 def read_folder(folder: Path, plugins: Registry | None = None) -> Layer:
-    """The first layer with experts of a checkpoint folder; MoEError where it is refused.
+    """Read the first layer with experts of a checkpoint folder.
 
-    ``plugins``: those that read it, default the installed ones.
+    Args:
+        folder: The checkpoint folder.
+        plugins: Plug-ins that read it; None for the installed ones.
+
+    Returns:
+        The layer.
+
+    Raises:
+        MoEError: The folder is refused.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -90,12 +110,12 @@ def read_folder(folder: Path, plugins: Registry | None = None) -> Layer:
 
 @functools.cache
 def _installed() -> Registry:
-    """The plug-ins of this installation, whose entry points are looked up once."""
+    """Registry of the installed plug-ins, whose entry points are looked up once."""
     return Registry(functools.cache(lambda group: list(entry_points(group=group))))
 
 
 def _values(weights: MoEWeights, parts: int, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """What every tensor stands for, whatever form it is kept in."""
+    """Yield the value of every tensor, independent of its storage format."""
     named = dict(weights.tensors())
     for name, cols in (("w13", config.hidden_size), ("w2", config.intermediate_size)):
         weight, scale = named.pop(name), named.pop(f"{name}_scale", None)
@@ -119,12 +139,19 @@ def _values(weights: MoEWeights, parts: int, config: Any) -> Iterator[tuple[str,
 
 # ------------------------------------------------------------------ without the package
 
-#: the value of an entry that is not there
+#: value of a missing entry
 MISSING = "<missing>"
 
 
 def statements(content: bytes) -> dict[tuple[str, ...], Any] | None:
-    """Every entry of a JSON text that is no object or list, by its path; None for what is no JSON object."""
+    """Return all leaf entries of a JSON text by path.
+
+    Args:
+        content: The text.
+
+    Returns:
+        Values by path; None if the text is not valid JSON.
+    """
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -144,7 +171,13 @@ def statements(content: bytes) -> dict[tuple[str, ...], Any] | None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a header has it: its type's name, shape and bytes."""
+    """A tensor as its header states it.
+
+    Attributes:
+        dtype: Name of the dtype.
+        shape: The shape.
+        data: The bytes.
+    """
 
     dtype: Any
     shape: Any
@@ -152,7 +185,14 @@ class StoredTensor:
 
 
 def stored_tensors(content: bytes) -> dict[str, StoredTensor] | None:
-    """The tensors of a safetensors file, by the definition of the format; None for what is none."""
+    """Parse a safetensors file according to the definition of the format.
+
+    Args:
+        content: The file.
+
+    Returns:
+        Tensors by name; None if the file is not valid.
+    """
     length = int.from_bytes(content[:HEADER], "little")
     try:
         header = json.loads(content[HEADER : HEADER + length])

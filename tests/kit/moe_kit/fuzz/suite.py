@@ -1,4 +1,4 @@
-"""Mutations of the folders that a package's formats read, as tests of that package."""
+"""Fuzz tests of the folders that a package's formats read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from moe_kit.fuzz.columns import check_columns
 from moe_kit.fuzz.fuzzer import Fuzzer, Sample
 from moe_kit.fuzz.reading import Layer, read_folder
 
-#: a file system in memory, where there is one
+#: an in-memory file system, if there is one
 MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What is written before it is changed: ``tensors``, made when they are needed, and config.json's entries.
+    """A folder before its modification.
 
-    ``shards``: files of tensors with an index; 0 for one file without.
+    Attributes:
+        tensors: Makes the tensors on demand.
+        config: Entries of config.json.
+        shards: Number of shards, with an index; 0 for a single file.
     """
 
     tensors: Callable[[], Mapping[str, Tensor]]
@@ -33,26 +36,30 @@ class Folder:
 
 
 class FuzzTests:
-    """Base of a test class: set ``folders``, one for everything that a format reads in another way.
+    """Base of a test class: set ``folders``, one per way in which a format reads checkpoints.
 
-    ``pytest --moe-fuzz N --moe-fuzz-start SEED`` says how many mutations of each are made, and the first seed.
+    ``pytest --moe-fuzz N --moe-fuzz-start SEED`` sets the number of mutations of each folder and the first seed.
     """
 
     folders: ClassVar[Mapping[str, Folder]]
-    #: whether the formats read a part of the columns by itself; False for those that read layers whole
+    #: whether the formats can read a subset of the columns; False for those that only read whole layers
     reads_columns: ClassVar[bool] = True
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """pytest's hook: one test per folder."""
+        """Parametrize tests by folder (pytest hook).
+
+        Args:
+            metafunc: pytest's object.
+        """
         if "folder_name" in metafunc.fixturenames:
             metafunc.parametrize("folder_name", list(self.folders))
 
     def test_mutated_folders(self, folder_name: str, moe_fuzz: range) -> None:
-        """A MoEError, or the layer that the folder says, never anything else."""
+        """Check that each mutation raises MoEError or loads as the folder states."""
         fuzz(folder_name, self.folders[folder_name], moe_fuzz)
 
     def test_columns_are_read_by_themselves(self, folder_name: str, tmp_path: Path) -> None:
-        """A part of the intermediate size that a rank may read is that part of the whole layer."""
+        """Check that a rank's columns of the intermediate size equal those of the whole layer."""
         folder = self.folders[folder_name]
         if not self.reads_columns:
             import pytest
@@ -62,9 +69,16 @@ class FuzzTests:
 
 
 def fuzz(name: str, folder: Folder, seeds: Iterable[int], *, read: Callable[[Path], Layer] = read_folder) -> None:
-    """Every seed's mutation of a folder with the first two experts is refused, or right.
+    """Check mutations of a folder, reduced to its first two experts.
 
-    Raises AssertionError with the first failure of each kind.
+    Args:
+        name: Name for reports.
+        folder: The folder.
+        seeds: Seeds of the mutations.
+        read: Returns a folder's layer, or raises MoEError to refuse it.
+
+    Raises:
+        AssertionError: A mutation is handled incorrectly; the message has the first failure of each kind.
     """
     top = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     tensors = _first_two(folder.tensors(), folder.config["num_experts"])
@@ -79,10 +93,10 @@ def fuzz(name: str, folder: Folder, seeds: Iterable[int], *, read: Callable[[Pat
 
 
 def _first_two(tensors: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
-    """More of them find nothing else, and take longer."""
+    """Keep the first two experts, since more find no other failures and take longer."""
     found = {}
     for name, tensor in tensors.items():
-        # an expert's number is the first part or, behind its projection, the second
+        # An expert's number is the first part, or the second after its projection.
         parts = name.partition(".experts.")[2].split(".")[:2]
         expert = next(filter(str.isdecimal, parts), None)
         if expert is None:

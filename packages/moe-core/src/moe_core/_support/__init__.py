@@ -1,1 +1,1 @@
-"""Helpers without knowledge of MoE layers. A closed list: a new one needs a second user."""
+"""Helpers that do not depend on MoE layers; add one only if it has two users."""

@@ -1,4 +1,4 @@
-"""A result that may still be on its way."""
+"""Result of an asynchronous step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """What an asynchronous step returns: :meth:`wait`, or a call, gives the result.
+    """Result of an asynchronous step; :meth:`wait`, or a call, returns it.
 
-    ``finish`` is called once, by the first :meth:`wait`.  On a GPU it makes the current stream wait, not the host.
+    Args:
+        finish: Completes the step and returns the result. The first :meth:`wait` calls it once. On a GPU it makes the
+            current stream wait, not the host.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
@@ -20,14 +22,24 @@ class Pending(Generic[T]):
 
     @staticmethod
     def done(result: T) -> Pending[T]:
-        """A result that is there."""
-        # every call of a layer makes some: no function that only returns it is made and called
+        """Wrap a result that is already available.
+
+        Args:
+            result: The result.
+
+        Returns:
+            A pending result whose :meth:`wait` returns immediately.
+        """
+        # Every call of a layer makes several of these, so this avoids creating and calling a function.
         pending: Pending[T] = object.__new__(Pending)
         pending._finish, pending._result = None, [result]
         return pending
 
     def wait(self) -> T:
-        """The result.  Raises what the step raised, CommunicationError too, and again when it is asked again."""
+        """Return the result.
+
+        Raises what the step raised, including CommunicationError, again on every call.
+        """
         if self._finish is not None:
             self._result.append(self._finish())
             self._finish = None

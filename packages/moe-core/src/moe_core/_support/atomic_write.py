@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes: a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from moe_core.errors import ConfigError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What goes wrong while ``path`` is written, as ConfigError with its name: what a full disk raises has none."""
+    """Turn write errors into a ConfigError that names ``path``, e.g. for a full disk.
+
+    Args:
+        path: The file that is being written.
+
+    Raises:
+        ConfigError: The body of the context raised OSError or SafetensorError.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -25,23 +32,40 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def as_path(name: str, value: object) -> Path:
-    """``value`` as a path.  Raises ConfigError, with the argument's ``name``, for what is none."""
+    """Convert an argument to a Path.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: A str or ``os.PathLike``.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: ``value`` is neither.
+    """
     if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
         raise ConfigError(f"{name} is {value!r}, expected a file name: a str or an os.PathLike")
     return Path(value)
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError, before any work is done, where a file can't be written.
+    """Check that a file can be written, before any work is done.
 
-    Only regular files are replaced: a pipe or a device would be gone afterwards.  A symbolic link is followed.
+    Only regular files may be replaced: replacing a pipe or a device would remove it. Symbolic links are followed.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: ``path`` cannot be written.
     """
     try:
         target = Path(os.path.realpath(path))
         mode = path.stat().st_mode
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: the name contains a NUL character.
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{str(path)!r} can't be written: {why}") from None
     else:
@@ -57,13 +81,20 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content``, so that the file holds all of it or is untouched; a symbolic link stays one.
+    """Write a file atomically: it has all of ``content`` afterwards, or is unchanged.
 
-    Raises ConfigError as :func:`check_writable` does, and where the disk is full.
+    A symbolic link is kept and its target is replaced.
+
+    Args:
+        path: The file.
+        content: The new content.
+
+    Raises:
+        ConfigError: ``path`` cannot be written (see :func:`check_writable`), or the disk is full.
     """
     check_writable(path)
     target = Path(os.path.realpath(path))
-    # containers that share a folder may have processes of the same number
+    # The process id is not unique: containers that share a folder can have equal ids.
     temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         try:

@@ -1,6 +1,7 @@
-"""``torch.autocast`` has no effect on products here: a layer's dtypes are part of its number format.
+"""Exclusion of MoE computations from ``torch.autocast``.
 
-Inside a region where it is on, plain torch products would run in another dtype, and scales could leave its range.
+The dtypes of a layer are part of its number format. Under autocast, plain torch products would run in another dtype,
+and scales could leave its range.
 """
 
 from __future__ import annotations
@@ -22,21 +23,44 @@ _NOTHING = contextlib.nullcontext()
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether ``x`` is of a dtype that a region of autocast gives and takes, within one for its device."""
+    """Whether autocast is active for ``x``: for its device, and for its dtype.
+
+    Args:
+        x: Any tensor.
+
+    Returns:
+        True inside an autocast region for the device of ``x`` if autocast casts from or to the dtype of ``x``.
+    """
     kind = x.device.type
     return kind != "meta" and x.dtype in _DTYPES and torch.is_autocast_enabled(kind)
 
 
 def autocast_off(kind: str) -> contextlib.AbstractContextManager[object]:
-    """A context in which tensors of a device of that ``kind`` keep their dtypes; costs little where they do anyway."""
-    # torch knows no autocast of meta tensors
+    """Make a context that disables autocast for a device type.
+
+    It costs little if autocast is off already.
+
+    Args:
+        kind: Device type, e.g. "cuda".
+
+    Returns:
+        The context manager.
+    """
+    # torch has no autocast for the meta device.
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return _NOTHING
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, in which autocast has no effect, whatever device its tensors are on."""
+    """Decorate a function to run without autocast on all device types.
+
+    Args:
+        function: The function.
+
+    Returns:
+        The decorated function.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Folders and files that are not, or not wholly, what somebody meant to download, and the command that helps."""
+"""Hints for missing or incomplete downloads, with the command that fixes them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import itertools
 import re
 from pathlib import Path
 
-#: a repository on the Hugging Face Hub: owner/name
+#: Repository on the Hugging Face Hub: owner/name.
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
-#: how programs end the names of files that they have not finished
+#: File name patterns of unfinished downloads.
 _UNFINISHED = ("*.incomplete", "*.part", "*.aria2", "*.crdownload")
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-#: a pointer has a version, a hash and a size
+#: A pointer contains only a version, a hash and a size.
 LFS_POINTER_BYTES = 1024
 
 
 def lfs_hint(path: Path) -> str:
-    """What to say of a file that is a Git LFS pointer."""
+    """Describe a file that is a Git LFS pointer.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Text of an error message.
+    """
     return (
         f"{path} is a Git LFS pointer, a text that stands for the file: "
         f"get the files themselves with: git lfs pull, in {path.parent}"
@@ -26,7 +33,14 @@ def lfs_hint(path: Path) -> str:
 
 
 def hub_hint(path: Path) -> str:
-    """What to do where ``path`` is not there and reads like the name of a model on the Hugging Face Hub, or nothing."""
+    """Suggest a download if a missing path looks like the name of a model on the Hub.
+
+    Args:
+        path: The missing path.
+
+    Returns:
+        The hint, or an empty string.
+    """
     name = path.as_posix()
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "-")):
         return ""
@@ -37,14 +51,28 @@ def hub_hint(path: Path) -> str:
 
 
 def snapshot_hint(folder: Path) -> str:
-    """What to add where ``folder`` is a model in the Hub's cache and not one of its snapshots."""
+    """Suggest a snapshot if ``folder`` is the Hub cache of a model, not one of its snapshots.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Suffix of an error message, or an empty string.
+    """
     snapshots = sorted(config.parent for config in folder.glob("snapshots/*/config.json"))
     return f"; it is a cache of the Hugging Face Hub: give one of its snapshots, {snapshots[-1]}" if snapshots else ""
 
 
 def incomplete_hint(folder: Path) -> str:
-    """What to add where something is missing in ``folder`` and a download has left unfinished files."""
-    # beside the files, in a local folder's own cache, and in the cache that a snapshot's links point to
+    """Suggest resuming a download if unfinished files are found for ``folder``.
+
+    Args:
+        folder: The folder in which a file is missing.
+
+    Returns:
+        Suffix of an error message, or an empty string.
+    """
+    # Next to the files, in a local folder's download cache, and in the cache that a snapshot links to.
     places = (folder, folder / ".cache" / "huggingface" / "download", folder.parent.parent / "blobs")
     found = list(itertools.chain.from_iterable(place.glob(end) for place in places for end in _UNFINISHED))
     if not found:

@@ -1,7 +1,8 @@
-"""A regular file that is read by position, and never mapped.
+"""Positional reads of regular files, without memory mapping.
 
-Reading a mapping of a file that somebody truncates ends the process (SIGBUS); a read comes back short, which is an
-error with the file's name.  A file is read as it was when it was first looked at (:class:`FileState`), or not at all.
+Reading a mapping of a file that someone truncates ends the process (SIGBUS). A read comes back short instead, which
+becomes an error with the file's name. A file is read in the state of the first look (:class:`FileState`), or not at
+all.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from pathlib import Path
 from moe_core._support.downloads import LFS_POINTER, LFS_POINTER_BYTES, lfs_hint
 from moe_core.errors import CheckpointError
 
-# where os.preadv does not exist, threads take turns in moving the position
+# Without os.preadv, threads take turns in moving the file position.
 _POSITION = threading.Lock()
-#: buffers that one call of the system fills at most (IOV_MAX of Linux, macOS and the BSDs)
+#: Maximum number of buffers per system call (IOV_MAX of Linux, macOS and the BSDs).
 _MOST_BUFFERS = 1024
-#: bytes between two parts that are read with them: fewer calls of the system, after each of which a thread waits for
-#: Python's lock.  All threads read them into the same memory, at which nobody looks
+#: Gaps of up to this many bytes between two parts are read along with them. That needs fewer system calls, after each
+#: of which a thread waits for the GIL. All threads read gaps into this buffer, whose content is never used.
 _GAP = memoryview(bytearray(16 << 10))
 
 
 @dataclass(frozen=True)
 class FileState:
-    """What a file has that changes with its content.
+    """Properties of a file that change with its content.
 
-    Not its inode: file systems in user space number files anew between two looks.
+    The inode is not included: user-space file systems can renumber files between two looks.
+
+    Attributes:
+        size: Size in bytes.
+        mtime_ns: Modification time in nanoseconds.
     """
 
     size: int
@@ -40,26 +45,39 @@ class FileState:
 
     @staticmethod
     def of(path: Path) -> FileState:
-        """The state of a regular file (symbolic links are followed: download caches consist of them).
+        """Get the state of a regular file.
 
-        Raises CheckpointError for what can't be looked at, and for pipes and devices: reading one may never end.
+        Symbolic links are followed, because download caches consist of them.
+
+        Args:
+            path: The file.
+
+        Returns:
+            Its state.
+
+        Raises:
+            CheckpointError: ``path`` is inaccessible, or a pipe or a device, which could block forever.
         """
         with _named(path):
             return _regular(path, path.stat())
 
 
 class OpenFile:
-    """A file, open for reading until nobody holds it.  Threads may read at the same time.
+    """File that is open for reading until it is garbage collected. Reads are thread-safe.
 
-    ``expected``: the state that it had before.  Raises CheckpointError where it has another one by now, here and when
-    it is read.
+    Args:
+        path: The file.
+        expected: Earlier state of the file; None: its current state.
+
+    Raises:
+        CheckpointError: The file does not have the expected state. Reads raise it too.
     """
 
     def __init__(self, path: Path, expected: FileState | None = None) -> None:
         self.path = path
         self.state = FileState.of(path) if expected is None else expected
         with _named(path):
-            # a pipe that has taken the file's place must not make this wait for a writer
+            # Without O_NONBLOCK, a pipe that replaced the file would block until it has a writer.
             flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
             self._descriptor = os.open(path, flags)
         weakref.finalize(self, os.close, self._descriptor)
@@ -68,19 +86,37 @@ class OpenFile:
             raise CheckpointError(lfs_hint(path))
 
     def __reduce__(self) -> tuple[type[OpenFile], tuple[Path, FileState]]:
-        # a descriptor is of no use in another process
+        # A descriptor is not valid in another process.
         return OpenFile, (self.path, self.state)
 
     def read(self, offset: int, count: int) -> bytes:
-        """``count`` bytes from ``offset``."""
+        """Read ``count`` bytes from ``offset``.
+
+        Args:
+            offset: Position in the file, in bytes.
+            count: Number of bytes.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            CheckpointError: The file is truncated or has changed.
+        """
         buffer = bytearray(count)
         self.read_all([(memoryview(buffer), offset)])
         return bytes(buffer)
 
     def read_all(self, parts: Iterable[tuple[memoryview, int]]) -> None:
-        """Fill each buffer, which counts bytes, from its offset.
+        """Fill several buffers from the file.
 
-        The file is looked at once for all of them, and what lies one behind the other, or almost, is read at once.
+        Consecutive parts that are adjacent, or nearly so, are read in one system call. The file is checked for
+        changes once for all parts.
+
+        Args:
+            parts: Pairs of a byte buffer and its offset in the file.
+
+        Raises:
+            CheckpointError: The file is truncated or has changed.
         """
         short: tuple[int, int, int] | None = None
         with _named(self.path):
@@ -108,14 +144,14 @@ class OpenFile:
 
 
 def _runs(parts: Iterable[tuple[memoryview, int]]) -> Iterator[tuple[list[memoryview], int]]:
-    """Buffers of consecutive parts that follow one another in the file, and the offset of the first.
+    """Group consecutive parts that are contiguous in the file: buffers and start offset.
 
-    Small gaps between them have buffers too.
+    Small gaps between them get buffers too.
     """
     listed = list(parts)
     if not listed:
         return
-    # a layer's parts are many, and few have a gap behind them
+    # A layer has many parts, and few are followed by a gap.
     buffers, offsets = zip(*listed, strict=True)
     gaps = list(map(operator.sub, offsets[1:], map(operator.add, offsets, map(len, buffers))))
     ends = [at for at, gap in enumerate(gaps, 1) if gap]
@@ -140,7 +176,7 @@ def _runs(parts: Iterable[tuple[memoryview, int]]) -> Iterator[tuple[list[memory
 
 
 def _fill(descriptor: int, buffers: list[memoryview], offset: int, wanted: int) -> int:
-    """Read into ``buffers``, ``wanted`` bytes in all; how many came before the end of the file."""
+    """Read ``wanted`` bytes into ``buffers``; return the number read before the end of the file."""
     done = _read_at(descriptor, buffers, offset)
     while 0 < done < wanted:
         left = done
@@ -157,7 +193,7 @@ def _fill(descriptor: int, buffers: list[memoryview], offset: int, wanted: int) 
 
 
 def _read_at(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-    """Read what comes at once; 0 at the end of the file."""
+    """Read what one call returns; 0 at the end of the file."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, buffers, offset)
     with _POSITION:
@@ -176,12 +212,12 @@ def _regular(path: Path, status: os.stat_result) -> FileState:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of the system as CheckpointError with the file's name."""
+    """Turn operating system errors into a CheckpointError with the file's name."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
-    except ValueError as error:  # a name with a NUL in it
+    except ValueError as error:  # ValueError: the name contains a NUL character.
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{str(path)!r} is no file name: {error}") from None

@@ -1,4 +1,4 @@
-"""Calls that use the same memory on different streams run one after another."""
+"""Ordering of calls that use the same memory on different streams."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from moe_core.errors import ConfigError
 
 
 class StreamOrder:
-    """The stream that used a piece of memory last; the next one waits for it.
+    """Tracks the stream that used some memory last, and makes the next stream wait for it.
 
-    Nothing is done on the device while the stream stays the same.  Where it changes, an event behind everything that
-    was launched on the old stream is waited for.  Calls that are captured in a CUDA graph are ordered among themselves:
-    a capture can't wait for work outside of it, so replays are ordered by whoever starts them.
+    Nothing happens on the device while the stream stays the same. On a change, the new stream waits for an event
+    recorded after all launches on the old one. Calls captured in a CUDA graph are ordered among themselves only: a
+    capture cannot wait for work outside of it, so whoever starts replays must order them.
     """
 
     def __init__(self) -> None:
-        # as the driver names streams, since that is what is fast to ask for; None: not used yet
+        # Raw stream handles, which are fast to query; None: not used yet.
         self._eager: int | None = None
         self._captured: int | None = None
 
     def follow(self, device: torch.device, memory: Tensor | None = None) -> bool:
-        """Have the current stream of ``device``, which is the current device, run behind the last call.
+        """Make the current stream of ``device``, the current device, wait for the last call.
 
         Args:
-            device: The GPU that the memory is on, with its number.
-            memory: The memory, if it is freed without asking for its users: torch keeps it until a stream that it was
-                not allocated on is done with it.
+            device: The GPU that the memory is on, with its index.
+            memory: The memory, if its owner may free it without checking for users. torch then keeps it until the
+                streams that use it, other than the one that allocated it, are done.
 
         Returns:
             Whether the current stream is being captured in a CUDA graph.
@@ -39,7 +39,7 @@ class StreamOrder:
         if torch.cuda.is_current_stream_capturing():
             if stream != self._captured:
                 before, self._captured = self._captured, stream
-                # that of an earlier graph has nothing to wait for
+                # A stream of an earlier, finished capture has nothing to wait for.
                 if before is not None and _capturing(known := _stream(before, device)):
                     torch.cuda.current_stream(device).wait_stream(known)
             return True
@@ -64,8 +64,8 @@ class StreamOrder:
 
 
 def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream that the driver names so."""
-    if not number:  # torch.cuda.ExternalStream would take that for no stream at all, and make one
+    """Stream with a raw handle."""
+    if not number:  # torch.cuda.ExternalStream would treat 0 as "no stream" and create a new one.
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(number, device=device)  # type: ignore[no-untyped-call]
 

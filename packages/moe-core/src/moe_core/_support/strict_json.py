@@ -1,4 +1,7 @@
-"""JSON of an untrusted folder: bounded, without duplicate keys, an object at the top."""
+"""Strict JSON parsing for untrusted folders.
+
+The size is limited, duplicate keys are rejected and the top level must be an object.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from moe_core._support.atomic_write import as_path
 from moe_core._support.open_file import OpenFile
 from moe_core.errors import CheckpointError, ConfigError
 
-#: of a config: settings of every expert of a model with 70,000 matrices are some 14 MB
+#: Size limit of a config. Settings for every expert of a model with 70,000 matrices take about 14 MB.
 MAX_CONFIG_BYTES = 32 << 20
-#: of an index: one that names 200,000 tensors has 26 MB
+#: Size limit of an index. One that lists 200,000 tensors has 26 MB.
 MAX_INDEX_BYTES = 128 << 20
-#: in one file; the header of 100,000 tensors has 800,000.  Python takes 50 bytes and more for each, of 2 in the file
+#: Limit of values per file. The header of 100,000 tensors has 800,000. Python uses 50 bytes or more per value, even
+#: for values of 2 bytes in the file.
 MAX_VALUES = 2_000_000
 MAX_DEPTH = 64
 
-# everything up to the next bracket that is not in a string; possessive, so that a broken text takes linear time too
+# Matches up to the next bracket outside of strings. Possessive, so that malformed text takes linear time too.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]|"(?:[^"\\]|\\.)*+")*+[\[\]{}]', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -39,7 +43,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_extent(text: bytes, where: str) -> None:
-    """CheckpointError for more values or levels than real files have; parsing them takes memory and stack."""
+    """Raise CheckpointError for more values or levels than real files have.
+
+    Parsing such a file would take too much memory or stack.
+    """
     values = sum(map(text.count, (b",", b"[", b"{")))
     if values > MAX_VALUES:
         raise CheckpointError(
@@ -56,10 +63,13 @@ def _check_extent(text: bytes, where: str) -> None:
 
 
 def _is_shallow(text: bytes) -> bool:
-    """Whether it is seen at once that ``text`` has few levels: the header of a file has three, and 10,000 brackets."""
+    """Whether a quick test shows that ``text`` has few nesting levels.
+
+    A file header has three levels and about 10,000 brackets.
+    """
     if b"\\" in text:
         return False
-    # every other quote ends a string; each replacement takes the innermost pairs away
+    # Every other quote ends a string. Each replacement removes the innermost pairs.
     left = b"".join(text.split(b'"')[::2]).translate(None, delete=_NO_BRACKETS)
     for _ in range(4):
         left = left.replace(b"[]", b"").replace(b"{}", b"")
@@ -67,15 +77,25 @@ def _is_shallow(text: bytes) -> bool:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """The object that ``text`` holds; CheckpointError, naming ``where``, for anything else.
+    """Parse a JSON object.
 
-    NaN and Infinity are read, as transformers writes them ("time_step_limit": [0.0, Infinity]); whoever uses a number
-    asks for a finite one.
+    NaN and Infinity are accepted, because transformers writes them ("time_step_limit": [0.0, Infinity]). Code that
+    uses a number must check that it is finite.
+
+    Args:
+        text: The JSON text.
+        where: Source of the text, for the message.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointError: ``text`` is not valid JSON, not an object, or exceeds a limit.
     """
     _check_extent(text, where)
     try:
         value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
-    except ValueError as error:  # also UnicodeDecodeError and integers of absurd length
+    except ValueError as error:  # Includes UnicodeDecodeError and integers of excessive length.
         raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} holds a JSON {type(value).__name__}, expected an object")
@@ -83,7 +103,18 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def load_object(path: Path, *, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in the JSON file ``path``, which has at most ``most`` bytes."""
+    """Read a JSON file that contains an object.
+
+    Args:
+        path: The file.
+        most: Maximum size in bytes.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointError: The file cannot be read, is too large or is invalid.
+    """
     file = OpenFile(path)
     if file.state.size > most:
         raise CheckpointError(f"{path} has {file.state.size} bytes, expected at most {most}")
@@ -91,7 +122,18 @@ def load_object(path: Path, *, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def load_settings(name: str, path: object) -> dict[str, Any]:
-    """The object in a JSON file that a caller names as the argument ``name``.  Raises ConfigError."""
+    """Read a JSON file that the caller passes as an argument.
+
+    Args:
+        name: Name of the argument, for the message.
+        path: The file.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConfigError: The file cannot be read, is too large or is invalid.
+    """
     file = as_path(name, path)
     try:
         return load_object(file)

@@ -1,12 +1,12 @@
-"""What packages use to bring a command to ``moe``, where it says which arguments it takes.
+"""Declare the command-line arguments of a ``moe`` subcommand that another package adds.
 
-An entry point ``NAME = "my_package_cli:COMMAND"`` in the group ``moe_core.commands`` names a :class:`Command`.  Its
-module is loaded for help and completion, so it imports nothing of ``moe_core``, nor torch: a package beside the one
-that does the work, as ``moe_core.cli`` is.  ``Command.check`` refuses arguments before
-torch is imported.  What the command does stands in ``Command.run`` ("my_package.report:run"),
-a function that takes the arguments and returns the exit code; :mod:`moe_core.api.commands` is what it uses.
+An entry point ``NAME = "my_package_cli:COMMAND"`` in the group ``moe_core.commands`` names a :class:`Command`. Its
+module is loaded for help and completion, so it must import neither ``moe_core`` nor torch. Put it in a package next to
+the one that does the work, as ``moe_core.cli`` is. ``Command.check`` rejects invalid arguments before torch is
+imported. ``Command.run`` ("my_package.report:run") names the implementation: a function that takes the arguments and
+returns the exit code. :mod:`moe_core.api.commands` has helpers for it.
 
-Names change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API` only.
+Names change meaning or are removed only with a new major version of :data:`moe_core.INTERFACE_API`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a command that another package brings to ``moe`` uses, beside the names of :mod:`moe_core` itself.
+"""Helpers for implementing a ``moe`` subcommand that another package adds.
 
-``run(arguments)`` returns the exit code: 0 done, 1 a comparison failed, 2 what was asked for can't be done.  A
-:class:`moe_core.MoEError` that it raises becomes one paragraph on stderr and exit code 2.  Which arguments the command
-takes is said by :mod:`moe_core.api.command_line`.
+They add to the names of :mod:`moe_core`. ``run(arguments)`` returns the exit code: 0 for success, 1 for a failed
+comparison, 2 if the request cannot be fulfilled. A :class:`moe_core.MoEError` raised by it becomes one paragraph on
+stderr and exit code 2. The arguments of the command are declared with :mod:`moe_core.api.command_line`.
 
-Names change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API` only.
+Names change meaning or are removed only with a new major version of :data:`moe_core.INTERFACE_API`.
 """
 
 from __future__ import annotations

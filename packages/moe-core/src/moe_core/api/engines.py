@@ -1,8 +1,9 @@
-"""What packages share that bring the experts into an inference engine, beside the names of :mod:`moe_core` itself.
+"""Helpers for packages that integrate the experts into an inference engine.
 
-Such a package replaces a part of an engine that is only known to be there in some of its versions, for the schemes that
-the user leaves on: an :class:`Engine` says both, and :meth:`Engine.start` decides, in one line of the log.  Names
-change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API` only.
+They add to the names of :mod:`moe_core`. Such a package replaces a part of an engine that is known to exist only in
+certain engine versions, for the schemes that the user leaves enabled. An :class:`Engine` describes both, and
+:meth:`Engine.start` decides and logs the decision in one line. Names change meaning or are removed only with a new
+major version of :data:`moe_core.INTERFACE_API`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,20 @@ _ON = ("", "1", "on", "true", "yes", "all")
 
 
 class EngineChanged(MoEError):  # noqa: N818 - an answer, no fault of a caller's
-    """Something of an engine's is not as it was tested."""
+    """An engine differs from the versions this package was tested with."""
 
 
 def require(owner: Any, *names: str) -> None:
-    """Checks that an engine's function takes parameters of these names, or its class has them as fields or attributes.
+    """Check that an engine's function or class has the expected parameters or attributes.
 
-    A function that takes any names, as wrappers do, takes these.  Raises EngineChanged with those that are lacking.
+    A function that accepts arbitrary keyword arguments, as wrappers do, passes the check.
+
+    Args:
+        owner: Function whose parameters are checked, or class whose fields or attributes are.
+        names: Expected names.
+
+    Raises:
+        EngineChanged: Some names are missing; the message lists them.
     """
     has = inspect.signature(owner).parameters
     if not inspect.isclass(owner) and any(found.kind is found.VAR_KEYWORD for found in has.values()):
@@ -53,10 +61,13 @@ def require(owner: Any, *names: str) -> None:
 
 @dataclass(frozen=True)
 class VersionRange:
-    """The versions of a library that a package was tested with.
+    """Range of versions of a library that a package was tested with.
 
-    - ``package``: the one that relies on it ("moe-sglang"); ``distribution``: the library's ("sglang")
-    - ``lowest`` version that was tested, and the first that was not: ``below``
+    Attributes:
+        package: Package that relies on the library ("moe-sglang").
+        distribution: Distribution name of the library ("sglang").
+        lowest: Lowest version that was tested.
+        below: First version that was not tested.
     """
 
     package: str
@@ -65,7 +76,14 @@ class VersionRange:
     below: str
 
     def reason_against_version(self, version: str | None = None) -> str | None:
-        """Why the library's ``version`` (default: the installed one) is not among those that were tested, or None."""
+        """Return why a version of the library is outside the tested range, or None.
+
+        Args:
+            version: Version of the library. Default: the installed one.
+
+        Returns:
+            The reason, or None if the version was tested.
+        """
         tested = f"{self.package} was tested with {self.lowest} or newer, below {self.below}"
         if version is None:
             try:
@@ -79,18 +97,29 @@ class VersionRange:
 
 @dataclass(frozen=True)
 class Engine(VersionRange):
-    """An engine that a package brings the experts to; see the base class.
+    """An inference engine that a package integrates the experts into; see the base class.
 
-    ``switch``: the environment variable that turns the package off ("MOE_SGLANG"), or leaves some ``schemes`` on
+    Attributes:
+        switch: Environment variable that turns the package off, or limits it to some ``schemes`` ("MOE_SGLANG").
+        schemes: All schemes that the package supports.
     """
 
     switch: str
     schemes: tuple[str, ...]
 
     def switched_on(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """The schemes that the switch leaves on: all where it is unset or "on", none for "off", else those it lists.
+        """Return the schemes that the environment variable leaves enabled.
 
-        ``environ``: default the process's.  Raises ConfigError for a word that is no scheme.
+        These are all schemes if it is unset or "on", none for "off", and otherwise the ones it lists.
+
+        Args:
+            environ: Environment to read. Default: that of the process.
+
+        Returns:
+            Names of the enabled schemes.
+
+        Raises:
+            ConfigError: The variable contains an unknown scheme.
         """
         text = (os.environ if environ is None else environ).get(self.switch, "")
         names = [name.strip().lower() for name in text.split(",")]
@@ -107,9 +136,16 @@ class Engine(VersionRange):
         return tuple(scheme for scheme in self.schemes if scheme in names)
 
     def status(self, environ: Mapping[str, str] | None = None) -> tuple[tuple[str, ...], str]:
-        """(the schemes to bring, those that are switched on and installed; the same in words, with the reason if none).
+        """Return the schemes to integrate, and a one-line description of the decision.
 
-        Raises ConfigError for a switch that says nothing known.
+        Args:
+            environ: Environment to read. Default: that of the process.
+
+        Returns:
+            The schemes that are both enabled and installed, and the same as text, with the reason if there are none.
+
+        Raises:
+            ConfigError: The environment variable has an invalid value.
         """
         environ = os.environ if environ is None else environ
         wanted = self.switched_on(environ)
@@ -127,11 +163,20 @@ class Engine(VersionRange):
     def start(
         self, logger: logging.Logger, bring: Callable[[tuple[str, ...]], object] | None = None
     ) -> tuple[str, ...]:
-        """The schemes to bring; () with the reason in the log where there are none.
+        """Decide which schemes to integrate, integrate them, and log the decision.
 
-        ``bring`` gets them, and raises ImportError, AttributeError or EngineChanged, before it changes anything, where
-        the engine lacks what it needs.  One line is logged either way, a warning where the user did not ask for what it
-        says.  Raises ConfigError for a switch that says nothing known.
+        One line is logged in either case. It is a warning if the outcome is not what the user asked for.
+
+        Args:
+            logger: Logger for the line.
+            bring: Callback that integrates the given schemes. If the engine lacks what it needs, it must raise
+                ImportError, AttributeError or EngineChanged before it changes anything.
+
+        Returns:
+            The integrated schemes; () if there are none, with the reason in the log.
+
+        Raises:
+            ConfigError: The environment variable has an invalid value.
         """
         found, text = self.status()
         asked = bool(found) or not self.switched_on()
@@ -146,10 +191,16 @@ class Engine(VersionRange):
         return found
 
     def report(self, usual: Mapping[str, Sequence[tuple[str, str | None]]]) -> list[str]:
-        """What ``moe doctor`` says: a line on the package, then one for each kind of weights that it brings.
+        """Return the lines for ``moe doctor``: one on the package, then one per kind of weights.
 
-        ``usual``: by scheme, the names of weight and activation keys.  A line names the kernel on this machine's device
-        for a layer of usual size, or why the engine keeps its own.
+        Each further line names the kernel that runs a layer of typical size on this machine's device, or states why the
+        engine keeps its own.
+
+        Args:
+            usual: For each scheme, pairs of names of a weight key and an activation key.
+
+        Returns:
+            The lines.
         """
         try:
             schemes, text = self.status()
@@ -177,12 +228,24 @@ class Engine(VersionRange):
 
 @functools.cache
 def log_once(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
-    """Log ``message``, the first time that this process has it for ``logger``."""
+    """Log a message once per process and logger.
+
+    Args:
+        logger: Logger to use.
+        message: Text to log; it is not a format string.
+        level: Log level.
+    """
     logger.log(level, "%s", message)
 
 
 def unpack_row_pairs(zero_points: Tensor) -> Tensor:
-    """4-bit zero points as engines' Triton kernels read them, uint8 [E, rows / 2, groups] with the even row in the low
-    half of a byte -> canonical uint8 [E, rows, groups].
+    """Unpack 4-bit zero points from the layout of engines' Triton kernels.
+
+    Args:
+        zero_points: uint8 ``[E, rows / 2, groups]``; each byte holds an even row in its low half and the next row in
+            its high half.
+
+    Returns:
+        Canonical uint8 ``[E, rows, groups]``.
     """
     return torch.stack((zero_points & 15, zero_points >> 4), dim=2).flatten(1, 2)

@@ -1,23 +1,23 @@
-"""Bases of experts, for packages that bring a backend, beside the names of :mod:`moe_core` itself.
+"""Base classes for the experts of a backend, in addition to the names of :mod:`moe_core`.
 
-Nothing here imports Triton, so a module that defines experts may import this at its top.  What runs inside kernels is
-in :mod:`moe_core.api.kernels`, which experts import when they make a kernel.  Names change their meaning, or go, with a
-new major :data:`moe_core.KERNEL_API` only.
+This module does not import Triton, so a module that defines experts may import it at the top. Code that runs inside
+kernels is in :mod:`moe_core.api.kernels`, which experts import when they build a kernel. Names change meaning or are
+removed only with a new major version of :data:`moe_core.KERNEL_API`.
 
-**Experts on the kernels of core**: a subclass of :class:`GroupedExperts` adds claims, the conversion of weights, an
-activation scheme and its weights as the kernels read them.  :class:`ScaledMMExperts` is the base for 8-bit weights and
-activations whose scales do not change along k, :class:`ScaledGemvExperts` adds the few tokens of those and others that
-need no sort, :class:`MarlinExperts` that for weights that are repacked at load and
-dequantised in registers; :class:`MarlinIntegerExperts` has 4- and 8-bit integers already.
+**Experts on core's kernels**: a subclass of :class:`GroupedExperts` adds claims, weight conversion, an activation
+scheme and its weights in the kernels' layout. :class:`ScaledMMExperts` is the base for 8-bit weights and activations
+whose scales are constant along K. :class:`ScaledGemvExperts` adds the small-M path that needs no sort, for these and
+others. :class:`MarlinExperts` adds it for weights that are repacked at load and dequantized in registers.
+:class:`MarlinIntegerExperts` already supports 4- and 8-bit integers.
 
-**Launch heuristics** choose a :class:`TilePlan`, a :class:`TileConfig` for each GEMM, by the :class:`LayerProblem`: the
-experts' ``problem``, to which a subclass adds what is its own.
+**Launch heuristics** choose a :class:`TilePlan`, which has a :class:`TileConfig` for each GEMM, from the
+:class:`LayerProblem`. This is the experts' ``problem``, which a subclass may extend.
 
-**Weights in other layouts**: :func:`as_words` for those that are read as stored; :func:`order_words`,
-:func:`interleave`, :func:`relative_e8m0` and :func:`relative_scales` for those of the Marlin family.
+**Weights in other layouts**: :func:`as_words` for weights that are read as stored; :func:`order_words`,
+:func:`interleave`, :func:`relative_e8m0` and :func:`relative_scales` for the Marlin family.
 
-**Experts in plain torch**: what a subclass of :class:`moe_core.TorchExperts` needs that overrides how one expert's
-tokens are computed (``results``), and quantised activations as the reference defines them.
+**Experts in plain torch**: helpers for subclasses of :class:`moe_core.TorchExperts` that override how the tokens of one
+expert are computed (``results``), and activation quantization as the reference defines it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from moe_core.reference.quantization import integer_row_scales, quantize_tensor
 from moe_core.reference.torch_experts import Adapters, expert_slices, of_expert
 
 __all__ = [
-    # experts on the kernels of core
+    # Experts on core's kernels.
     "WHOLE_COLUMNS",
     "GroupedExperts",
     "MarlinExperts",
     "MarlinIntegerExperts",
     "ScaledGemvExperts",
     "ScaledMMExperts",
-    # launch heuristics
+    # Launch heuristics.
     "LayerProblem",
     "TileConfig",
     "TilePlan",
-    # weights in other layouts
+    # Weights in other layouts.
     "as_words",
     "interleave",
     "order_words",
     "relative_e8m0",
     "relative_scales",
-    # experts in plain torch
+    # Experts in plain torch.
     "Adapters",
     "expert_slices",
     "integer_row_scales",

@@ -1,13 +1,13 @@
-"""What packages may use of core to read checkpoints, beside the names of :mod:`moe_core` itself.
+"""The part of core that packages may use to read checkpoints.
 
-A package that brings checkpoint formats imports from here and from :mod:`moe_core` (quant keys, errors, weights,
-quantisers, registration); experts and kernels have modules of their own (:mod:`moe_core.api.experts`,
-:mod:`moe_core.api.kernels`, :mod:`moe_core.api.sm90`, :mod:`moe_core.api.libraries`).  Whatever else core holds may
-change at any time.  Names of these modules change their meaning, or go, with a new major :data:`moe_core.FORMAT_API`
-only.  Nothing here imports Triton.
+It adds to the names of :mod:`moe_core`. A package that adds checkpoint formats imports from here and from
+:mod:`moe_core` (quant keys, errors, weights, quantizers, registration). Experts and kernels have separate modules:
+:mod:`moe_core.api.experts`, :mod:`moe_core.api.kernels`, :mod:`moe_core.api.sm90` and :mod:`moe_core.api.libraries`.
+Everything else in core may change at any time. Names in this module change meaning or are removed only with a new major
+version of :data:`moe_core.FORMAT_API`. This module does not import Triton.
 
-**A format** looks at one layer (:class:`LayerExperts`: its tensors by expert, projection and suffix) and returns an
-:class:`ExpertLayout`, which has the keys and loads canonical weights, or the reason against::
+**A format** inspects one layer (:class:`LayerExperts`: its tensors by expert, projection and suffix). It returns an
+:class:`ExpertLayout`, which has the keys and loads canonical weights, or the reason why it does not apply::
 
     class MyFormat(CheckpointFormat):
         format_api = (1, 0)
@@ -19,17 +19,18 @@ only.  Nothing here imports Triton.
                 return "quant_method is not 'mine'"
             return MyLayout(layer, kFp8StaticChannelSym, kFp8DynamicTokenSym)
 
-:class:`QuantizedFormat` is the base of formats whose tensors are read alike for several tools: its ``storage`` returns
-an :class:`ExpertStorage`, what the config says, whose ``layout`` is a :class:`QuantizedLayout`, how such tensors lie.
+:class:`QuantizedFormat` is the base of formats whose tensors are read alike for several tools. Its ``storage`` returns
+an :class:`ExpertStorage`: the settings from the config. Their ``layout`` is a :class:`QuantizedLayout`, which describes
+how such tensors are laid out.
 
-**What tools' configs say** of a layer is parsed here: :func:`quant_group` (compressed-tensors), :func:`quant_algo`
-(ModelOpt), :func:`quark_layer` (Quark), :func:`gptq_settings` (GPTQ, AWQ), :func:`auto_round_settings` (AutoRound); of
-others :class:`QuantEntries` reads typed entries.
+**Quantization configs of tools**: :func:`quant_group` (compressed-tensors), :func:`quant_algo` (ModelOpt),
+:func:`quark_layer` (Quark), :func:`gptq_settings` (GPTQ, AWQ) and :func:`auto_round_settings` (AutoRound) parse the
+settings of a layer. For other tools, :class:`QuantEntries` reads typed entries.
 
-**Tensors** are found by the last part of their names (:func:`one_suffix`, :data:`INPUT_SCALES` …), checked by
-:func:`check_expert_tensor`, and loaded, some experts at a time, by :func:`load_stacked` or by
-:func:`load_checked`, which refuses values that a checkpoint must not hold.  :meth:`QuantizedLayout.stack` may ask for
-them instead, by ``yield`` :class:`Stack` and ``yield from`` :func:`checked`: w13 and w2 are then read together.
+**Tensors** are found by the last part of their names (:func:`one_suffix`, :data:`INPUT_SCALES` …) and checked by
+:func:`check_expert_tensor`. :func:`load_stacked` loads them a few experts at a time. :func:`load_checked` does the same
+and rejects values that a checkpoint must not contain. Alternatively, :meth:`QuantizedLayout.stack` may request them by
+``yield`` :class:`Stack` and ``yield from`` :func:`checked`; w13 and w2 are then read together.
 
 **A small checkpoint** (:attr:`moe_core.Scheme.quickstart`) is written by :func:`write_folder`.
 """

@@ -1,35 +1,36 @@
-"""What packages may use of core in kernels, beside :mod:`moe_core.api.experts`; imports Triton.
+"""The part of core that packages may use inside kernels; imports Triton.
 
-A scheme adds an element type: `@triton.jit` functions that load, dequantise and scale the tiles of its weights, in the
-forms that the docstring of `moe_core.kernels.gemm.tiles.tile_kernel` gives.  Import functions and constants by name:
-then they are globals of the functions that use them, which is how Triton finds them.  Names change their meaning, or
-go, with a new major :data:`moe_core.KERNEL_API` only.
+It adds to :mod:`moe_core.api.experts`. A scheme adds an element type: `@triton.jit` functions that load, dequantize and
+scale the tiles of its weights. The docstring of `moe_core.kernels.gemm.tiles.tile_kernel` defines their signatures.
+Import functions and constants by name: they are then globals of the functions that use them, which is how Triton finds
+them. Names change meaning or are removed only with a new major version of :data:`moe_core.KERNEL_API`.
 
-**Weights and activations of a layer**: a :class:`GemmWeight` is what one GEMM gets of a weight, with its device
-functions (:class:`TileFunctions`); an :class:`ActivationScheme` says how x and h become operands, a
-:class:`GroupScheme` quantises them in groups of columns.
+**Weights and activations of a layer**: a :class:`GemmWeight` is the operand that one GEMM gets for a weight, with its
+device functions (:class:`TileFunctions`). An :class:`ActivationScheme` defines how x and h become operands; a
+:class:`GroupScheme` quantizes them in groups of columns.
 
-**scaled_mm**, 8-bit GEMMs with scales of whole rows: an element type is a :class:`ScaledMMFunctions`; ``E4M3`` is one.
+**scaled_mm**, 8-bit GEMMs with per-row scales: an element type is a :class:`ScaledMMFunctions`; ``E4M3`` is one.
 
-**Marlin GEMMs** dequantise weights in the order of register fragments: a :class:`MarlinMatrix` is such a weight,
-:class:`Converted` its tensors; a step of the k loop has ``STEP`` columns, and up to ``FEW`` rows of activations leave
-registers for the product of a step.  An element type is a function that dequantises words: copies of ``multiply`` and
-``multiply_group`` with it as ``dequantize`` multiply, ``LOAD_WORDS`` load.  :class:`GemvFunctions` are the element type
-of the GEMV kernels for one token, :class:`WordFunctions` that of the warp-specialised kernel for sm_90.
+**Marlin GEMMs** dequantize weights stored in the order of register fragments. A :class:`MarlinMatrix` is such a weight,
+:class:`Converted` its tensors. A step of the K loop has ``STEP`` columns. ``FEW`` is the largest number of activation
+rows for which registers remain for the product of a step. An element type is a function that dequantizes packed words:
+specialize ``multiply`` or ``multiply_group`` with it as ``dequantize``; ``LOAD_WORDS`` has the load functions.
+:class:`GemvFunctions` is the element type of the GEMV kernels for one token, :class:`WordFunctions` that of the
+warp-specialized kernel for sm_90.
 
-**As-stored GEMMs** dequantise weights as checkpoints store them.
+**As-stored GEMMs** dequantize weights in the layout that checkpoints store.
 
-**Products as they are, or transposed** (SWAP_AB): vectors of the result's rows and columns, shaped to multiply it.
+**Plain or transposed products** (SWAP_AB): vectors over the rows and columns of the result, shaped to multiply it.
 
-**Tiles of weights**: pointers to rows, the tile itself by pointers or a tensor descriptor.
+**Tiles of weights**: row pointers, and the tile itself, by pointers or a tensor descriptor.
 
-**Rows with a scale each**: how activations and weights are loaded, scales found from magnitudes, and NaN kept.
+**Rows with one scale each**: loading activations and weights, computing scales from magnitudes, and preserving NaN.
 
-**Zero points** of int8 activations travel with their scale in an int64.
+**Zero points** of int8 activations are packed with their scale in an int64.
 
 **Copies of device functions** with other constants, or with another function in them, are made by ``specialize``.
 
-**Casts and arithmetic** that are exact on every target and in the interpreter (``INTERPRET``); ``wait_for_mma`` is
+**Casts and arithmetic** that are exact on every target and in the interpreter (``INTERPRET``). ``wait_for_mma`` is
 needed where an MMA reads registers that the program has written.
 """
 
@@ -98,17 +99,17 @@ from moe_core.kernels.gemm.tiles.swap_ab import FEW, as_column, as_row, swap_ab_
 from moe_core.kernels.ops._quantize_kernels import is_finite
 
 __all__ = [
-    # weights and activations of a layer
+    # Weights and activations of a layer.
     "ActivationScheme",
     "GemmWeight",
     "GroupScheme",
     "WarpSpecialisedGemm",
     "TileFunctions",
     "weight_strides",
-    # scaled_mm
+    # scaled_mm.
     "E4M3",
     "ScaledMMFunctions",
-    # Marlin GEMMs
+    # Marlin GEMMs.
     "FEW",
     "LOAD_WORDS",
     "SCALE_ACC_TOKENS",
@@ -136,7 +137,7 @@ __all__ = [
     "tile_words",
     "join_last",
     "unpack",
-    # as-stored GEMMs
+    # As-stored GEMMs.
     "SHORT_STEP",
     "activation_functions",
     "in_order",
@@ -146,14 +147,14 @@ __all__ = [
     "packed_weight",
     "as_stored_scheme",
     "swap_ab_dot",
-    # products as they are, or transposed
+    # Plain or transposed products.
     "as_column",
     "as_row",
-    # tiles of weights
+    # Tiles of weights.
     "step_strides",
     "weight_rows",
     "weight_tile",
-    # rows with a scale each
+    # Rows with one scale each.
     "LOAD_PARTS",
     "is_finite",
     "load_unquantized",
@@ -163,10 +164,10 @@ __all__ = [
     "scale_acc",
     "scale_acc_tokens",
     "scale_of",
-    # zero points
+    # Zero points.
     "shifted",
     "with_zero",
-    # casts and arithmetic
+    # Casts and arithmetic.
     "INTERPRET",
     "divide",
     "factor_e4m3",
@@ -174,6 +175,6 @@ __all__ = [
     "round_int8",
     "scale_product",
     "wait_for_mma",
-    # copies of device functions
+    # Copies of device functions.
     "specialize",
 ]

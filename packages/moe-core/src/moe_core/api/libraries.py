@@ -1,21 +1,21 @@
-"""What adapters of kernel libraries share, beside the names of :mod:`moe_core` itself.
+"""Shared code for adapters of kernel libraries, in addition to the names of :mod:`moe_core`.
 
 An adapter is a subclass of :class:`moe_core.FusedMoEExpertsModular` or :class:`moe_core.FusedMoEExpertsMonolithic` that
-calls a library.  Nothing here imports Triton or a library before it is called.  Names change their meaning, or go, with
-a new major :data:`moe_core.INTERFACE_API` only.
+calls a library. Nothing here imports Triton or a library before it is called. Names change meaning or are removed only
+with a new major version of :data:`moe_core.INTERFACE_API`.
 
-**Around the call**, for libraries that compute a part of the layer: tokens in the order of their experts
-(:func:`sort_pairs`, :func:`align_pairs` with whole blocks of rows per expert, :func:`gather_rows`), quantised
-activations (:func:`mxfp8_input` also for kernels that take more columns than the layer has), the activation function,
-and the weighted sum over top-k.
+**Around the call**, for libraries that compute only a part of the layer: tokens sorted by expert (:func:`sort_pairs`,
+:func:`align_pairs` with whole blocks of rows per expert, :func:`gather_rows`), activation quantization
+(:func:`mxfp8_input` also for kernels that take more columns than the layer has), the activation function, and the
+weighted sum over top-k.
 
-**Layouts**: the bytes of weights moved into another order, at the memory's speed.
+**Layouts**: reorder the bytes of weights at memory bandwidth.
 
 **FlashInfer's CUTLASS kernels**: :class:`FlashInferCutlassExperts`, with :func:`cutlass_claims`.
 
-**FlashInfer's TRTLLM kernels**: :class:`TrtLlmExperts`, with :func:`trtllm_claims`, and before it the base that says
-whether the kernel computes the routing (:class:`TrtLlmRouting`) or is given it (:class:`TrtLlmRouted`); the order of
-weights and scales, and the activation's parameters.
+**FlashInfer's TRTLLM kernels**: :class:`TrtLlmExperts`, with :func:`trtllm_claims`. The base before it in a class
+statement determines whether the kernel computes the routing (:class:`TrtLlmRouting`) or receives it
+(:class:`TrtLlmRouted`). Further helpers order weights and scales and derive the activation's parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from moe_core.kernels.ops.reduce import reduce_pairs
 from moe_core.kernels.ops.sort import sort_pairs, sort_workspaces
 
 __all__ = [
-    # around the call
+    # Around the call.
     "activate_and_quantize",
     "align_pairs",
     "align_workspaces",
@@ -59,16 +59,16 @@ __all__ = [
     "reduce_pairs",
     "sort_pairs",
     "sort_workspaces",
-    # layouts
+    # Layouts.
     "block_major",
     "by_experts",
     "interleave_halves",
     "pad_matrices",
     "swap_halves",
-    # FlashInfer's CUTLASS kernels
+    # FlashInfer's CUTLASS kernels.
     "FlashInferCutlassExperts",
     "cutlass_claims",
-    # FlashInfer's TRTLLM kernels
+    # FlashInfer's TRTLLM kernels.
     "TRTLLM_MAX_LOCAL_EXPERTS",
     "TRTLLM_ROUTING_METHODS",
     "TrtLlmExperts",

@@ -1,10 +1,12 @@
-"""What packages share that bring the experts into whole models, beside the names of :mod:`moe_core` itself.
+"""Shared code for packages that integrate the experts into whole models.
 
-Such a package loads a model's experts by :func:`load_layers`, and leaves all else to the library that the model belongs
-to.  Before anything big is read it asks what each layer is (:func:`read_layer`, :func:`unquantized_reason`), what would
-run it (:class:`ChosenLayer`) and takes (:func:`moe_core.layer_memory`); what the checkpoint has quantised beside its
-experts it may take in 16 bits (:func:`quantized_linears`), and 16-bit experts in one layout, however they are stored
-(:func:`unquantized_tensor`).  Names change their meaning, or go, with a new major :data:`moe_core.INTERFACE_API`.
+It adds to the names of :mod:`moe_core`. Such a package loads a model's experts with :func:`load_layers` and leaves
+everything else to the model's own library. Before any large read it queries what each layer is (:func:`read_layer`,
+:func:`unquantized_reason`), which backend would run it (:class:`ChosenLayer`) and how much memory it takes
+(:func:`moe_core.layer_memory`). It may dequantize other quantized modules of the checkpoint to 16 bits
+(:func:`quantized_linears`), and read 16-bit experts in one layout, however they are stored
+(:func:`unquantized_tensor`). Names change meaning or are removed only with a new major version of
+:data:`moe_core.INTERFACE_API`.
 """
 
 from __future__ import annotations

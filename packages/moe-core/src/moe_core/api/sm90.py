@@ -1,11 +1,12 @@
-"""What packages may use of core in a k loop of the warp-specialised GEMM for sm_90; imports Triton's Gluon.
+"""The part of core for K loops of the warp-specialized sm_90 GEMM; imports Triton's Gluon.
 
-A weight names its k loop (:class:`moe_core.api.kernels.WarpSpecialisedGemm`), and the experts import it when a kernel
-is made.  These are `@gluon.jit` functions and constants: import them by name, so that they are globals of the functions
-that use them.  Names change their meaning, or go, with a new major :data:`moe_core.KERNEL_API` only.
+A weight names its K loop (:class:`moe_core.api.kernels.WarpSpecialisedGemm`); the experts import it when a kernel is
+built. These are `@gluon.jit` functions and constants. Import them by name, so that they are globals of the functions
+that use them. Names change meaning or are removed only with a new major version of :data:`moe_core.KERNEL_API`.
 
-**The pipeline**: TILE rows of a tile and columns of one of its two blocks, HALF rows that one consumer owns, the
-LAYOUT of its product, and how it waits for the operands of a step and frees their slot.
+**The pipeline**: TILE is the number of rows of a tile and of columns of one of its two blocks. HALF is the number of
+rows that one consumer owns, and LAYOUT the layout of its product. Two functions wait for the operands of a step and
+free their slot.
 """
 
 from __future__ import annotations

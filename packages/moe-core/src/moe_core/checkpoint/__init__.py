@@ -1,9 +1,9 @@
-"""Reading one MoE layer from a checkpoint folder.
+"""Read one MoE layer from a checkpoint folder.
 
-``Checkpoint.open(path)`` reads the folder, its ``moe_layers`` are the layers with experts; ``read_layer(checkpoint,
-index)`` finds the layer's tensors, its config and its format; ``LayerSource.weights()`` loads the canonical weights.
+``Checkpoint.open(path)`` opens the folder; its ``moe_layers`` lists the layers with experts. ``read_layer(checkpoint,
+index)`` finds the layer's tensors, config and format. ``LayerSource.weights()`` loads the canonical weights.
 
-What formats use of it is declared in :mod:`moe_core.api.formats`.
+:mod:`moe_core.api.formats` declares the part of this package that checkpoint formats may use.
 """
 
 from moe_core.checkpoint.detect import detect_format

@@ -1,4 +1,4 @@
-"""Which installed scheme and format read a layer, and what to install where none does."""
+"""Detect the installed scheme and format that read a layer, or what to install if none does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
 from moe_core.plugins.faults import PluginFault, Raised, attempt
 from moe_core.selection.registry import KNOWN_QUANT_METHODS, KNOWN_SCHEMES, Registry, how_to_add, install_hint, registry
 
-#: what a Quark config names, and the scheme that reads it
+#: (substring of a Quark config, scheme that reads it).
 _QUARK_SCHEMES = (("fp4", "mxfp4"), ("fp8", "fp8"), ("int8", "int8"))
 
 
 class Detected(NamedTuple):
-    """The scheme and the format that read a layer, and how the layer lies."""
+    """The scheme and the format that read a layer.
+
+    Attributes:
+        scheme: Name of the scheme.
+        format: The format.
+        layout: The format's description of the layer's tensors.
+    """
 
     scheme: str
     format: CheckpointFormat
@@ -30,10 +36,19 @@ class Detected(NamedTuple):
 
 
 def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry | None = None) -> Detected:
-    """What reads ``layer`` among the installed schemes, most specific format first.
+    """Find the installed scheme and format that read a layer, most specific format first.
 
-    Raises SchemeNotInstalledError where a scheme that could read it is missing, with the pip command;
-    CheckpointError, with every installed format and its reason, where it is not known.
+    Args:
+        checkpoint: The open checkpoint.
+        layer: The layer's expert tensors.
+        plugins: Registry of schemes and formats; default the installed ones.
+
+    Returns:
+        The scheme, the format and the layout.
+
+    Raises:
+        SchemeNotInstalledError: A scheme that could read the layer is not installed. The message has the pip command.
+        CheckpointError: No format reads the layer. The details list every installed format with its reason.
     """
     plugins = plugins or registry()
     quantization = checkpoint.quantization
@@ -49,7 +64,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
                     name, origin = f"{scheme}.{kind.__qualname__}", plugins.format_origin(scheme, kind)
                     plugins.leave_out(PluginFault("format", name, origin, f"it fails: {asked}", asked.error))
                 elif named:
-                    # it knows the tool and refuses what is written, which stands unless another format reads it
+                    # A format for this tool rejects the config; its error is raised if no other format reads the layer.
                     refusals.append(asked.error)
                 reasons.append((named, f"{kind.name} ({scheme}): {asked}"))
                 continue
@@ -79,7 +94,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
         raise CheckpointError(
             f"{checkpoint.path}: {layer.prefix} is not quantised: {plain}, although config.json says {what}"
         )
-    # formats of this method have more to say than those of others, which are told on request
+    # The message has the reasons of formats for this method; those of other formats are in the details.
     relevant = [text for named, text in reasons if named]
     if reasons and not relevant:
         methods = sorted({name for scheme in plugins.schemes() for name in scheme.quant_methods})
@@ -93,7 +108,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
 
 
 def _in_order(plugins: Registry, method: object) -> list[str]:
-    """Installed schemes that work: those that name the method first, of these the project's own."""
+    """Sort the installed schemes: those that name the method first, then first-party ones."""
     schemes = sorted(plugins.schemes(), key=lambda s: (method not in s.quant_methods, s.name not in KNOWN_SCHEMES))
     return [scheme.name for scheme in schemes]
 
@@ -101,7 +116,7 @@ def _in_order(plugins: Registry, method: object) -> list[str]:
 def _ask(
     kind: type[CheckpointFormat], quantization: Mapping[str, Any], layer: LayerExperts
 ) -> tuple[CheckpointFormat, ExpertLayout | str]:
-    """An adapter, and what it says of the layer."""
+    """Return a new format object, and its layout for the layer or the reason it has none."""
     adapter = kind()
     found: object = adapter.resolve(quantization, layer)
     if not isinstance(found, ExpertLayout | str):
@@ -110,7 +125,7 @@ def _ask(
 
 
 def _stored_as(stored: Mapping[str, str]) -> str:
-    """A projection's tensors by suffix, with their types: "tensors weight U8, weight_scale F8_E4M3"."""
+    """Describe a projection's tensors for a message: "tensors weight U8, weight_scale F8_E4M3"."""
     listed = [f"{suffix} {kind}" for suffix, kind in stored.items()]
     return "tensors " + ", ".join((*listed[:6], *["…"] * (len(listed) > 6)))
 
@@ -121,7 +136,14 @@ def _weight_dtype(layer: LayerExperts) -> str:
 
 
 def likely_scheme(quantization: Mapping[str, Any]) -> str | None:
-    """The scheme whose package would read such a checkpoint, as far as its JSON files tell; for a hint only."""
+    """Guess from a checkpoint's JSON files which scheme would read it, for hints only.
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+
+    Returns:
+        Name of the scheme, or None if it cannot be guessed.
+    """
     method = quantization.get("quant_method")
     if not isinstance(method, str):
         return None

@@ -1,8 +1,8 @@
-"""Linear layers that a checkpoint has quantised beside its experts, as 16-bit weights.
+"""Dequantize the quantized linear layers outside the experts to 16-bit weights.
 
-A format knows how a tool's tensors lie; whether the matrix is an expert's or an attention's makes no difference to it.
-So each linear layer is given to the formats as a layer of one expert with one projection, and is dequantised from the
-canonical weights that come back.
+A checkpoint format describes how a tool stores a matrix, in attention as well as in experts. Each linear layer is
+therefore passed to the formats as a layer of one expert with one projection. Its weight is then dequantized from the
+canonical weights that the format returns.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError
 from moe_core.reference.quantization import dequantize_weight
 
-#: what holds a linear layer's weight, usual ones first
+#: Suffixes of the tensor that holds a linear layer's weight, most common first.
 _WEIGHTS = ("weight", "weight_packed", "qweight")
-#: scales of the cache of keys and values, beside the weights of what is cached (ModelOpt, AutoFP8, compressed-tensors)
+#: Suffixes of KV-cache scales stored with the projections (ModelOpt, AutoFP8, compressed-tensors).
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "output_scale"})
-#: and queries, which Quark quantises with what is cached
+#: Projections that may have KV-cache scales, including the queries, which Quark quantizes in the same way.
 _CACHED = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
-#: factors of the inputs' columns (ModelOpt's AWQ and SmoothQuant), which become part of the weight here
+#: Suffix of the per-column input factors (ModelOpt's AWQ and SmoothQuant), which are multiplied into the weight here.
 _PRE_SCALE = "pre_quant_scale"
-#: the projection under which a linear layer is shown to formats
+#: Projection under which a linear layer is presented to the formats.
 _ONLY = "down"
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedLinear:
-    """A linear layer whose weight in 16 bits is not stored as such.
+    """A linear layer whose 16-bit weight must be computed from what is stored.
 
-    - ``name`` of the module ("model.layers.0.self_attn.q_proj"), ``tensors``: names of all it has but its bias
-    - ``shape`` [rows, cols] of the weight
-    - ``layout`` of a quantized weight, None for one in 16 bits; ``factors``: name of the factors of its inputs' columns
+    Attributes:
+        name: Name of the module ("model.layers.0.self_attn.q_proj").
+        tensors: Names of all tensors of the module except its bias.
+        shape: [rows, cols] of the weight.
+        checkpoint: The checkpoint that stores the tensors.
+        layout: Layout of a quantized weight; None for a plain one with ``factors``.
+        factors: Name of the tensor with the per-column input factors; None if there is none.
     """
 
     name: str
@@ -52,9 +56,19 @@ class QuantizedLinear:
     factors: str | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Tensor:
-        """The weight [rows, cols] in ``dtype`` on ``device``; CheckpointError names a tensor that is broken.
+        """Read and dequantize the weight.
 
-        Factors of the input's columns (AWQ's and SmoothQuant's smoothing) are multiplied into it.
+        Per-column input factors (AWQ's and SmoothQuant's smoothing) are multiplied into it.
+
+        Args:
+            dtype: dtype of the result.
+            device: Where the weight is computed.
+
+        Returns:
+            The weight [rows, cols].
+
+        Raises:
+            CheckpointError: A tensor holds invalid values; the message names it.
         """
         if self.factors is None:
             return self._weight(dtype, device)
@@ -64,7 +78,7 @@ class QuantizedLinear:
         return self._weight(torch.float32, device).mul_(factors.float()).to(dtype)
 
     def _weight(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """The weight without its factors."""
+        """Return the weight without its factors."""
         if self.layout is None:
             return self.checkpoint.tensor(f"{self.name}.weight", device).to(dtype)
         matrices = _matrices(self.shape)
@@ -81,10 +95,20 @@ class QuantizedLinear:
 
 
 def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[QuantizedLinear]:
-    """The linear layers among the tensors ``names`` whose weights are quantised.
+    """Find the linear layers whose weights are quantized.
 
-    Reads headers, and small tensors that say how others lie.  Raises CheckpointError for a weight that no installed
-    format reads, SchemeNotInstalledError where a scheme is missing.
+    Reads only headers and small tensors that describe the layout of others.
+
+    Args:
+        checkpoint: The open checkpoint.
+        names: Names of tensors outside the experts.
+
+    Yields:
+        Each linear layer whose weight is quantized or has per-column input factors.
+
+    Raises:
+        CheckpointError: No installed format reads a weight.
+        SchemeNotInstalledError: The scheme that would read a weight is not installed.
     """
     modules: dict[str, dict[str, str]] = {}
     for name in names:
@@ -95,7 +119,7 @@ def quantized_linears(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[
         if weight is None or (_PRE_SCALE not in found and checkpoint.info(weight).dtype in PLAIN_DTYPES):
             continue
         found.pop("bias", None)
-        # the cache is quantised by its own scales, or not at all: they say nothing of the weight
+        # KV-cache scales do not describe the weight.
         cached = module.rpartition(".")[2] in _CACHED
         of_weight = {suffix: name for suffix, name in found.items() if not cached or suffix not in _CACHE_SCALES}
         yield _resolve(checkpoint, module, of_weight, tuple(found.values()))
@@ -105,7 +129,7 @@ def _resolve(checkpoint: Checkpoint, module: str, found: dict[str, str], tensors
     factors = found.pop(_PRE_SCALE, None)
     layout: QuantizedLayout | None = None
     if found.keys() != {"weight"} or checkpoint.info(found["weight"]).dtype not in PLAIN_DTYPES:
-        # inputs stay in 16 bits, whose static scales need not be there
+        # Inputs stay in 16 bits, so that static activation scales are not required.
         layout = replace(_layout(checkpoint, module, found), activation_key=None)
     shape = checkpoint.info(found["weight"]).shape if layout is None else _shape(layout)
     if len(shape) != 2 or (factors is not None and checkpoint.info(factors).shape != shape[1:]):
@@ -139,7 +163,7 @@ def _layout(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> Qu
 
 
 def _shape(layout: QuantizedLayout) -> tuple[int, int]:
-    """[rows, cols] of the weight: the shape that all of its tensors fit; CheckpointError where there is none."""
+    """Find the [rows, cols] that fits all tensors of the weight; raise if there is none."""
     layer = layout.layer
     refusals: list[CheckpointError] = []
     for shape in _candidates(layer):
@@ -158,7 +182,7 @@ def _shape(layout: QuantizedLayout) -> tuple[int, int]:
 
 
 def _candidates(layer: LayerExperts) -> Iterator[tuple[int, int]]:
-    """Shapes that the weight may have, by what several codes are packed into."""
+    """Yield the shapes that the weight may have, depending on how codes are packed."""
     if layer.has(_ONLY, "weight_shape"):
         rows, cols = layer.tensor(0, _ONLY, "weight_shape").flatten().tolist()
         yield int(rows), int(cols)
@@ -169,13 +193,13 @@ def _candidates(layer: LayerExperts) -> Iterator[tuple[int, int]]:
         raise CheckpointError(f"{layer.name(0, _ONLY, suffix)} has shape {list(stored)}, expected a matrix")
     rows, cols = stored
     dtype: Any = layer.dtype(_ONLY, suffix)
-    # bits of a stored number: 4-bit and 8-bit codes fill it
+    # Bits of a stored element, which holds 4-bit or 8-bit codes.
     width = 8 * (dtype.itemsize if dtype is not None else 1)
     for per_word in dict.fromkeys((width // 8, width // 4)):
-        yield rows, cols * per_word  # words of a row
+        yield rows, cols * per_word  # packed along rows
         if width > 8:
-            yield cols, rows * per_word  # GPTQ: words of a column's inputs, outputs beside one another
-            yield cols * per_word, rows  # AWQ: words of outputs, inputs below one another
+            yield cols, rows * per_word  # GPTQ: stored [in, out], packed along inputs
+            yield cols * per_word, rows  # AWQ: stored [in, out], packed along outputs
 
 
 def _matrices(shape: tuple[int, int]) -> ExpertMatrices:

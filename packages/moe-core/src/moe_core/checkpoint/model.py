@@ -1,4 +1,4 @@
-"""From config.json and the tensors beside the experts to the layer's FusedMoEConfig and its router."""
+"""Build a layer's FusedMoEConfig and router from config.json and the router's tensors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from moe_core.spec.activation import ActivationParams, MoEActivation
 from moe_core.spec.config import FusedMoEConfig, as_dtype, whole_number
 from moe_core.spec.routing import RoutingConfig
 
-#: instead of a routing: each call is given topk_weights and topk_ids
+#: Value of ``Given.routing`` for layers whose calls pass topk_weights and topk_ids.
 PER_CALL = "per_call"
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller says of the model, whatever config.json says.
+    """Settings from the caller that override config.json.
 
-    - ``routing``: a RoutingConfig, its text (:meth:`~moe_core.spec.routing.RoutingConfig.parse`), or ``"per_call"``
-    - ``activation``, ``activation_params`` (which go with it)
-    - ``assume``: of a model_type that is not known, what is not given may be guessed
-    - ``top_k``: experts per token
+    Attributes:
+        routing: A RoutingConfig, its text form (:meth:`~moe_core.spec.routing.RoutingConfig.parse`), or
+            ``"per_call"``.
+        activation: The experts' activation.
+        activation_params: Parameters of ``activation``; require it.
+        assume: Whether settings missing for an unknown model_type may be guessed.
+        top_k: Number of experts per token.
     """
 
     routing: RoutingConfig | str | None = None
@@ -53,12 +56,15 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class LayerModel:
-    """What a layer is, apart from its experts' weights.
+    """Description of a layer without its experts' weights.
 
-    - ``router_weight`` [E, K], ``router_bias`` [E]: None where the checkpoint has none (or a quantised one)
-    - ``correction_bias`` [E] float32: where the routing has one
-    - ``routing_reason``: why ``config.routing`` is None, if it is
-    - ``assumed``: what is guessed, because the family is not known and the caller accepts it
+    Attributes:
+        config: The layer's configuration.
+        router_weight: [E, K], or None if the checkpoint has none or a quantized one.
+        router_bias: [E] float32, or None if the checkpoint has none.
+        correction_bias: [E] float32, or None if the routing has none.
+        routing_reason: Why ``config.routing`` is None; None if the layer has a routing.
+        assumed: What was guessed for an unknown family; None if nothing was.
     """
 
     config: FusedMoEConfig
@@ -76,9 +82,20 @@ def read_model(
     num_local_experts: int | None = None,
     given: Given | None = None,
 ) -> LayerModel:
-    """Read the description of ``layer``; CheckpointError names the key or tensor that is missing or contradicts.
+    """Read the configuration and the router of a layer.
 
-    A ``model_type`` that is not known is refused, unless ``given`` has routing and activation or accepts the guess.
+    Args:
+        layer: The layer's expert tensors.
+        dtype: dtype of the hidden states.
+        num_local_experts: Number of experts on this rank; default all.
+        given: Settings from the caller that override config.json.
+
+    Returns:
+        The layer's description without its experts' weights.
+
+    Raises:
+        CheckpointError: A key or tensor is missing or contradictory, or the ``model_type`` is unknown and ``given``
+            neither has both routing and activation nor allows a guess. The message names the key or tensor.
     """
     dtype = as_dtype(dtype)
     given = given or Given()
@@ -122,7 +139,7 @@ def read_model(
         )
     except ConfigError as error:
         raise entries.error(str(error)) from error
-    # where routing is left to each call, the logits may still serve whoever routes
+    # If each call passes its routing, the router's tensors are optional: the caller may still use the logits.
     routes = routing is not None
     return LayerModel(
         config=config,
@@ -135,14 +152,14 @@ def read_model(
 
 
 def _known(entries: ConfigKeys, given: Given) -> Family | None:
-    """The family; None for an unknown one of which the caller says enough."""
+    """Return the family, or None for an unknown one for which the caller gives enough settings."""
     model_type = entries.model_type
     refusal = refusal_of(model_type)
     if refusal is not None:
         raise entries.error(f"models of type {model_type!r} are not supported: {refusal}")
     family = family_of(model_type)
     if family is family_of("deepseek_v2") and entries.entries.get(keys.TOPK_METHOD[0]) == "noaux_tc":
-        # DeepSeek-VL2 names DeepSeek-V3's router so
+        # DeepSeek-VL2 checkpoints select DeepSeek-V3's router with this entry.
         family = family_of("deepseek_v3")
     if family is None and not given.assume and (given.routing is None or given.activation is None):
         found = f"model_type {model_type!r} is not known" if model_type else "has no model_type"
@@ -154,7 +171,7 @@ def _known(entries: ConfigKeys, given: Given) -> Family | None:
 
 
 def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int, int, int, int]:
-    """Experts, experts per token, hidden and intermediate size."""
+    """Return the number of experts, experts per token, hidden size and intermediate size."""
     experts_key, experts = entries.integer(keys.NUM_EXPERTS)
     if experts != layer.num_experts:
         raise entries.error(
@@ -180,7 +197,7 @@ def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int,
 def _routing(
     entries: ConfigKeys, family: Family, router: RouterTensors, given: Given, experts: int, top_k: int
 ) -> tuple[RoutingConfig | None, str | None]:
-    """The routing, or None and why it is not computed here."""
+    """Return (routing, None), or (None, reason why the routing is not computed here)."""
     if given.routing is not None:
         if given.routing == PER_CALL:
             return None, "routing was left to each call"
@@ -203,7 +220,7 @@ def _routing(
 
 
 def _check_router(entries: ConfigKeys, family: Family, router: RouterTensors, *, corrects: bool) -> None:
-    """CheckpointError unless the checkpoint has the tensors that the family's router has, and no others."""
+    """Raise CheckpointError unless the router has exactly the family's tensors."""
     model_type = entries.model_type
     if family_of(model_type) is None:
         return
@@ -219,7 +236,7 @@ def _check_router(entries: ConfigKeys, family: Family, router: RouterTensors, *,
 
 
 def _assumed(entries: ConfigKeys, given: Given, routing: RoutingConfig | None, activation: MoEActivation) -> str | None:
-    """What is guessed of an unknown family."""
+    """Return a description of the settings guessed for an unknown family, or None."""
     guesses = []
     if given.routing is None and routing is not None:
         bias = ", chosen with a correction bias," if routing.has_correction_bias else ""
@@ -252,9 +269,9 @@ def _activation(
 
 
 def _named(entries: ConfigKeys, family: Family, layer: LayerExperts) -> MoEActivation:
-    """The family's own activation, or the one that config.json names."""
+    """Return the family's fixed activation, or the one that config.json names."""
     if family.activation is not None:
-        # what the entry says is another one's name, or the part of the family's own that is SiLU
+        # A stated name is either another activation, or SiLU as the inner function of the family's activation.
         entries = entries.with_defaults({})
     name = entries.text(keys.ACTIVATION)
     if name is None:
@@ -285,12 +302,12 @@ def _params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams 
 
 
 def _stated_params(entries: ConfigKeys, activation: MoEActivation) -> ActivationParams:
-    """What config.json says of the parameters, None where it says the activation's own."""
+    """Return the parameters in config.json; None where they equal the activation's defaults."""
     if activation is MoEActivation.SITU:
         return ActivationParams(beta=entries.number(keys.SITU_BETA), limit=entries.number(keys.SITU_LIMIT))
     limit = entries.number(keys.SWIGLU_LIMIT)
     alpha = entries.number(keys.SWIGLU_ALPHA) if "alpha" in activation.parameters else None
-    # null or 0 say that there is no limit; nothing at all leaves the activation's own
+    # null or 0 means no limit; a missing entry keeps the activation's default.
     if limit == 0 or (limit is None and keys.SWIGLU_LIMIT[0] in entries.defaults):
         limit = math.inf
     own = activation.default_params()

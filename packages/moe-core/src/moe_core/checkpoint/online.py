@@ -1,4 +1,4 @@
-"""16-bit experts of a checkpoint, quantised while they are read."""
+"""Quantize the 16-bit experts of a checkpoint while they are loaded."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import MoEWeights
 
-#: bytes of 16-bit weights that are held at a time; one expert at least
+#: Maximum bytes of 16-bit weights held at a time, unless one expert is larger.
 CHUNK_BYTES = 256 << 20
-#: names of quantizations that an error lists; its details have all of them
+#: Maximum number of quantizations listed in an error message; the details list all.
 MOST_NAMES = 8
 
 
 @dataclass(frozen=True, eq=False)
 class OnlineLayout(ExpertLayout):
-    """Experts that ``stored`` loads in 16 bits, as ``online`` quantises them.
+    """Layout of 16-bit experts that are quantized at load.
 
-    ``weight_key``: what they become.  Some experts at a time: beside the result, at most :data:`CHUNK_BYTES` (or one
-    expert) of 16-bit weights exist.
+    Experts are converted in chunks: at most :data:`CHUNK_BYTES` (or one expert) of 16-bit weights exist at a time in
+    addition to the result.
+
+    Attributes:
+        weight_key: Quantization of the result.
+        stored: Layout that loads the 16-bit weights.
+        online: The quantization to apply.
     """
 
     weight_key: QuantKey
@@ -45,7 +50,10 @@ class OnlineLayout(ExpertLayout):
 
     @property
     def column_unit(self) -> int | None:
-        """Whole groups, so that a rank has the scales of the whole layer; all columns where they share scales."""
+        """Number of columns that form whole quantization groups; None if all columns share scales.
+
+        A shard of whole groups has the same scales as the whole layer.
+        """
         group, stored = self.weight_key.group_shape, self.stored.column_unit
         if stored is None or group.col == -1:
             return None
@@ -90,7 +98,12 @@ class OnlineLayout(ExpertLayout):
 
 
 class OnlineFormat(CheckpointFormat):
-    """Experts that ``stored`` reads in 16 bits, as ``online`` quantises them."""
+    """Format that quantizes 16-bit experts at load.
+
+    Args:
+        online: The quantization to apply.
+        stored: Format that reads the 16-bit experts; default :class:`UnquantizedFormat`.
+    """
 
     def __init__(self, online: OnlineQuantization, stored: CheckpointFormat | None = None) -> None:
         self.online = online
@@ -110,10 +123,23 @@ def detect(
     quantize: str | OnlineQuantization | None = None,
     plugins: Registry | None = None,
 ) -> Detected:
-    """What reads ``layer``: as it is stored, or as ``quantize`` makes it of 16-bit experts.
+    """Find the format that reads a layer as stored or quantizes its 16-bit experts at load.
 
-    Raises CheckpointError where no format reads the layer, and where ``quantize`` is given but its experts are not in
-    16 bits; ConfigError for an unknown ``quantize``; see also :func:`moe_core.checkpoint.detect.detect_format`.
+    See also :func:`moe_core.checkpoint.detect.detect_format`.
+
+    Args:
+        checkpoint: The open checkpoint.
+        layer: The layer's expert tensors.
+        quantize: Online quantization or its name; None reads the layer as stored.
+        plugins: Registry of schemes and formats; default the installed ones.
+
+    Returns:
+        The scheme, the format and the layout.
+
+    Raises:
+        CheckpointError: No format reads the layer, or ``quantize`` is given and the experts are not in 16 bits.
+        ConfigError: ``quantize`` is unknown.
+        SchemeNotInstalledError: The scheme that would read the layer is not installed.
     """
     plugins = plugins or registry()
     if quantize is not None:

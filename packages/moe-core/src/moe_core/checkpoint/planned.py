@@ -1,7 +1,7 @@
-"""A checkpoint of which config.json is there, and no weights yet: its tensors as tools would write them.
+"""Plan the tensors of a checkpoint from config.json, before its weights are downloaded.
 
-Sizes are config.json's.  How experts are quantized is found by trying: a layer is laid out in each of the ways that
-tools store experts, and the first one that an installed format reads without a complaint is taken.
+Sizes come from config.json. The storage of the experts is found by trial: one layer is laid out in each way in which
+tools store experts, and the first layout that an installed format accepts is used.
 """
 
 from __future__ import annotations
@@ -36,19 +36,34 @@ from moe_core.errors import CheckpointError, MoEError, SchemeNotInstalledError
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
-#: tensors of a [rows, cols] matrix, by suffix
+#: Function of (rows, cols) that returns the kinds of the tensors that store such a matrix, by suffix.
 Kit = Callable[[int, int], dict[str, Kind]]
 
 
 def has_no_weights(folder: Path) -> bool:
-    """Whether a folder holds config.json and no file of weights of any kind, finished or not."""
+    """Return whether a folder has config.json and no weight files.
+
+    Weight files of any kind count, including partially downloaded ones.
+
+    Args:
+        folder: A checkpoint folder.
+
+    Returns:
+        True if the weights have to be planned.
+    """
     if not (folder / "config.json").is_file() or incomplete_hint(folder):
         return False
     return not (any(folder.glob("*.safetensors")) or pickled_files(folder) or unsupported_files(folder.iterdir()))
 
 
 class PlannedCheckpoint(Checkpoint):
-    """Tensors that config.json implies.  Values are zeros, but those that describe other tensors."""
+    """Checkpoint whose tensors are implied by config.json.
+
+    Tensors read as zeros, except ``g_idx``, which describes the layout of other tensors.
+
+    Attributes:
+        other_bytes: Estimated size in bytes of all tensors that are not planned.
+    """
 
     def __init__(
         self, path: Path, config: Mapping[str, Any], quantization: Mapping[str, Any], kinds: Mapping[str, Kind]
@@ -80,7 +95,7 @@ class PlannedCheckpoint(Checkpoint):
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         info = self.info(name)
         if name.endswith(".g_idx"):
-            # columns in order: each group has as many
+            # Columns in their original order, split into groups of equal size.
             groups = self._kinds[f"{name.removesuffix('.g_idx')}.scales"][1][0]
             return torch.arange(info.shape[0], dtype=info.dtype, device=device) // -(-info.shape[0] // groups)
         return torch.zeros(info.shape, dtype=info.dtype, device=device)
@@ -101,18 +116,18 @@ class PlannedCheckpoint(Checkpoint):
 
 
 def plan(folder: Path, read: Callable[[Checkpoint], LayerSource]) -> PlannedCheckpoint:
-    """Lay out the tensors of a model whose weights are not there.
+    """Lay out the tensors of a model whose weights are not available.
 
     Args:
-        folder: Holds config.json, and the index of the weights if it was downloaded.
-        read: Reads the layer that is asked about.
+        folder: Folder with config.json, and with the index of the weights if it was downloaded.
+        read: Reads the requested layer.
 
     Returns:
-        The checkpoint, in the first layout that ``read`` takes.
+        The checkpoint in the first layout that ``read`` accepts.
 
     Raises:
         CheckpointError: config.json states too little, or no installed format reads what it states.
-        SchemeNotInstalledError: The scheme that would read it is missing.
+        SchemeNotInstalledError: The scheme that would read it is not installed.
     """
     check_folder(folder)
     config = load_object(folder / "config.json")
@@ -143,7 +158,7 @@ def plan(folder: Path, read: Callable[[Checkpoint], LayerSource]) -> PlannedChec
 
 
 def _check(source: LayerSource, num_experts: int) -> None:
-    """CheckpointError unless names, shapes and dtypes are what the layout expects."""
+    """Raise CheckpointError unless names, shapes and dtypes are what the layout expects."""
     layout = source.layout
     if isinstance(layout, QuantizedLayout):
         for projection, size in ExpertMatrices.of(layout.layer, source.whole).sizes.items():
@@ -151,16 +166,16 @@ def _check(source: LayerSource, num_experts: int) -> None:
 
 
 def moe_layers(entries: ConfigKeys) -> list[int]:
-    """The layers that have experts, by the entries with which families state it.
+    """Find the layers with experts from the entries in which model families state them.
 
     Args:
-        entries: Of the language model.
+        entries: config.json entries of the language model.
 
     Returns:
-        Their numbers, ascending.
+        Indices of the layers, ascending.
 
     Raises:
-        CheckpointError: config.json has no number of layers, or none of them has experts.
+        CheckpointError: config.json does not state the number of layers, or no layer has experts.
     """
     stated = entries.entries
     kinds = stated.get("mlp_layer_types") or stated.get("layers_block_type")
@@ -196,7 +211,7 @@ def _whole(stated: Mapping[str, Any], names: Iterable[str], default: int) -> int
 
 
 def _candidates(entries: ConfigKeys, quantization: Mapping[str, Any]) -> Iterator[dict[str, Kind]]:
-    """Ways to store a layer's experts and router: tensors below the layer's prefix."""
+    """Yield possible layouts of a layer's experts and router: tensor kinds by name in the layer."""
     _, experts = entries.integer(keys.NUM_EXPERTS)
     _, hidden = entries.integer(keys.HIDDEN_SIZE)
     _, inter = entries.integer(keys.EXPERT_SIZE if entries.find(keys.EXPERT_SIZE) is not None else keys.DENSE_SIZE)
@@ -210,7 +225,7 @@ def _candidates(entries: ConfigKeys, quantization: Mapping[str, Any]) -> Iterato
     biased = family is not None and family.expert_bias
     halves = "F16" if (entries.entries.get("dtype") or entries.entries.get("torch_dtype")) == "float16" else "BF16"
     kits = [*_quantized(quantization, halves), _plain] if quantization.get("quant_method") is not None else [_plain]
-    # Nemotron's experts, the only ones with this activation, have no gate
+    # Only Nemotron's experts use this activation, and they have no gate.
     gates = (False, True) if (entries.stated(keys.ACTIVATION) or ("", ""))[1] == "relu2" else (True, False)
     for kit, gated in itertools.product(kits, gates):
         sizes = {"up_proj": (inter, width), "down_proj": (width, inter)}
@@ -221,7 +236,7 @@ def _candidates(entries: ConfigKeys, quantization: Mapping[str, Any]) -> Iterato
             for expert, (suffix, kind) in itertools.product(range(experts), matrix.items()):
                 tensors[f"mlp.experts.{expert}.{name}.{suffix}"] = kind
         yield tensors
-    # gpt-oss: experts in one tensor, gate and up rows in turns
+    # gpt-oss stores all experts in one tensor, with interleaved gate and up rows.
     for kit in (_gpt_oss_mxfp4, _gpt_oss_plain):
         tensors = dict(router)
         for name, (rows, cols) in {"gate_up_proj": (2 * inter, width), "down_proj": (width, inter)}.items():
@@ -244,9 +259,9 @@ def _gpt_oss_mxfp4(rows: int, cols: int) -> dict[str, Kind]:
 
 
 def _quantized(quantization: Mapping[str, Any], halves: str) -> list[Kit]:
-    """What tools write, the more telling kits first; group sizes are those that config.json names.
+    """List the kits that tools write, most specific first, with the group sizes of config.json.
 
-    ``halves``: the 16-bit type of the model, as safetensors spells it.
+    ``halves`` is the model's 16-bit dtype as safetensors spells it.
     """
     text = json.dumps(quantization)
     static = '"dynamic": false' in text.partition("input_activations")[2].partition("}")[0] or (
@@ -275,7 +290,7 @@ def _quantized(quantization: Mapping[str, Any], halves: str) -> list[Kit]:
                 _packed(bits, group, zeros=True),
             ]
     if any(name in text.lower() for name in ("nvfp4", "nv_fp", "tensor_group")):
-        # no scheme reads them: detection then names what they are
+        # No scheme reads NVFP4; this kit lets detection name the format in its error.
         scales: dict[str, Kind] = {"weight_global_scale": ("F32", (1,))}
         found.append(
             lambda r, c: {"weight_packed": ("U8", (r, c // 2)), "weight_scale": ("F8_E4M3", (r, c // 16)), **scales}
@@ -335,7 +350,7 @@ def _packed(bits: int, group: int, *, zeros: bool = False) -> Kit:
 
 
 def _sizes(value: object, name: str) -> list[Any]:
-    """Every value of an entry of that name, at any depth, each once."""
+    """Collect the distinct values of all entries called ``name`` at any depth."""
     found: list[Any] = []
     if isinstance(value, Mapping):
         for key, one in value.items():
@@ -346,7 +361,11 @@ def _sizes(value: object, name: str) -> list[Any]:
 
 
 def _other_bytes(folder: Path, entries: ConfigKeys, layers: int, experts: int) -> int:
-    """Bytes besides the planned tensors: by the index, else embeddings, attention and dense MLPs in 16 bits."""
+    """Return the size in bytes of all tensors that are not planned.
+
+    It follows from the index if there is one. Otherwise it is an estimate for 16-bit embeddings, attention, shared
+    experts and dense MLPs.
+    """
     index = index_file(folder)
     if index is not None:
         metadata = load_object(index, most=MAX_INDEX_BYTES).get("metadata")

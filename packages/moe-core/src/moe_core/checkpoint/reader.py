@@ -1,8 +1,8 @@
-"""A checkpoint folder: config.json and safetensors files, read as what they are, untrusted.
+"""Read an untrusted checkpoint folder: config.json and safetensors files.
 
-Only safetensors are read, never pickles.  Headers are checked before anything is allocated; tensors are read one by
-one, into memory of their own: a file that changes is an error, never another result.  Everything that is wrong raises
-:class:`moe_core.errors.CheckpointError` with the file and the tensor.
+Only safetensors files are read, never pickles. Headers are checked before anything is allocated. Tensors are copied
+one by one into newly allocated memory. A file that changes after opening raises an error instead of changing a result.
+All problems raise :class:`moe_core.errors.CheckpointError`, which names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moe_core.checkpoint.files.shards import (
 from moe_core.checkpoint.files.tensor_names import ExpertNames, LayerNames, by_layer
 from moe_core.errors import CheckpointError, ConfigError, check_instance
 
-#: files that are kept open; a model has hundreds, a layer's tensors lie in a few
+#: Maximum number of files kept open; a model has hundreds, but a layer's tensors are stored in a few.
 MOST_OPEN = 16
 
 _LOCK = threading.Lock()
@@ -48,10 +48,14 @@ T = TypeVar("T")
 
 
 class Checkpoint:
-    """An opened folder.
+    """An open checkpoint folder.
 
-    ``path``; ``config``: config.json; ``quantization``: what the folder's JSON files say of its quantisation
-    (empty where they say nothing).  No data are read until :meth:`tensor`.  Threads may read at the same time.
+    No tensor data is read until :meth:`tensor`. Reading is thread-safe.
+
+    Attributes:
+        path: The folder.
+        config: Content of config.json.
+        quantization: Quantization settings merged from the folder's JSON files; empty if there are none.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Checkpoint:
         self.config = config
         self.quantization = quantization
         self._files = files
-        # one look at all files: none of them may change from here on
+        # A snapshot of the state of all files, against which later changes are detected.
         self._states = {file: FileState.of(file) for file in sorted(set(files.values()))}
         self._opened: dict[Path, SafetensorsFile] = {}
         self._recent: dict[Path, None] = {}
@@ -73,15 +77,25 @@ class Checkpoint:
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Open a folder with config.json and model.safetensors, or shards with an index.
 
-        An index wins over files beside it; without one, ``model*.safetensors`` are taken, or else all.
-        Raises CheckpointError; ConfigError for what is no path.
+        An index takes precedence over other safetensors files of the folder. Without an index, model.safetensors is
+        read if it exists, else ``model*.safetensors``, else all ``*.safetensors``.
+
+        Args:
+            path: The checkpoint folder.
+
+        Returns:
+            The open checkpoint.
+
+        Raises:
+            CheckpointError: The folder or a file in it is missing, unreadable or invalid.
+            ConfigError: ``path`` is empty or not a path.
         """
         folder = as_path("path", path)
         if not str(path):
             raise ConfigError(f"path is {path!r}, expected a checkpoint's folder")
         try:
             return cls._open(folder)
-        except OSError as error:  # a folder that may not be listed, a name that is too long
+        except OSError as error:  # e.g. no permission to list the folder, or a name that is too long
             raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
 
     @classmethod
@@ -108,19 +122,27 @@ class Checkpoint:
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return self._files.keys()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that have experts, ascending; empty for a dense model."""
+        """The indices of the layers with experts, ascending; empty for a dense model."""
         return tuple(self.expert_tensors())
 
     def expert_tensors(self, stack: str | None = None) -> Mapping[int, LayerNames]:
-        """Names of expert tensors by layer; CheckpointError where a layer has two blocks.
+        """Return the names of expert tensors by layer.
 
-        ``stack``: where a model has several stacks of layers (Qwen3-Omni's thinker and talker), the first part of the
-        names of the one that is meant; default: the family's own, which is the thinker there.
+        Args:
+            stack: First component of the tensor names of one stack of layers, for models with several stacks
+                (Qwen3-Omni's thinker and talker). Default: the family's default stack (the thinker for Qwen3-Omni).
+
+        Returns:
+            Names of expert tensors by layer index, ascending.
+
+        Raises:
+            CheckpointError: A layer has two MoE blocks, ``stack`` has no experts, or a model has several stacks and
+                ``stack`` is needed to choose one.
         """
         check_instance("stack", stack, str, type(None))
         if stack is None and len(self._stacks) > 1:
@@ -142,7 +164,7 @@ class Checkpoint:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """First parts of the names of expert tensors: several where a model has several stacks of layers."""
+        """The first components of expert tensor names: one for each stack of layers with experts."""
         return tuple(self._stacks)
 
     @property
@@ -155,39 +177,55 @@ class Checkpoint:
 
     @property
     def no_projections(self) -> Iterable[str]:
-        """Names of tensors that lie among experts and are no projection's."""
+        """The names of tensors under an experts prefix that do not belong to a projection."""
         return self._experts.others
 
     def once(self, key: object, find: Callable[[], T]) -> T:
-        """What ``find()`` returned the first time for ``key``: a layer's names are looked through once."""
+        """Return the cached result of ``find()`` for ``key``.
+
+        It ensures, for example, that a layer's names are scanned only once.
+
+        Args:
+            key: Hashable cache key.
+            find: Computes the result; called on the first request for ``key`` only.
+
+        Returns:
+            The result of the first call.
+        """
         if key not in self._found:
             self._found[key] = find()
         return cast("T", self._found[key])
 
     @property
     def files(self) -> frozenset[Path]:
-        """The files that hold the tensors."""
+        """The safetensors files that hold the tensors."""
         return frozenset(self._files.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, headers included."""
+        """Total size of all files in bytes, including headers."""
         return sum(state.size for state in self._states.values())
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
     def left_out(self, wanted: Callable[[str], bool]) -> str:
-        """What to add to an error where a ``wanted`` tensor is missing: the file that holds one and is not read.
+        """Return a hint for errors about missing tensors: an ignored file that contains one.
 
-        An index may leave out a file of the folder, or model.safetensors stand beside others.
+        A file is ignored if the index does not list it, or if it is stored next to model.safetensors.
+
+        Args:
+            wanted: Whether a tensor name is one of the missing ones.
+
+        Returns:
+            A clause that starts with "; ", or "" if no ignored file contains a ``wanted`` tensor.
         """
         for path in sorted(self.path.glob("*.safetensors")):
             if path in self.files:
                 continue
             try:
                 names = SafetensorsFile(path).kinds
-            except CheckpointError:  # of files that are not read anything may be wrong
+            except CheckpointError:  # an ignored file need not be valid
                 continue
             found = next((name for name in names if name not in self and wanted(name)), None)
             if found is None:
@@ -198,11 +236,28 @@ class Checkpoint:
         return ""
 
     def info(self, name: str) -> TensorInfo:
-        """dtype and shape of a tensor, from the header of its file."""
+        """Return the dtype and shape of a tensor from the header of its file.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            The tensor's header entry.
+
+        Raises:
+            CheckpointError: The checkpoint has no such tensor, or its file is invalid.
+        """
         return self._file(name).info(name)
 
     def first_unlike(self, names: Iterable[str]) -> str | None:
-        """The first of the tensors ``names`` whose dtype or shape is not the first one's; None if all are alike."""
+        """Find the first tensor whose dtype or shape differs from those of the first one.
+
+        Args:
+            names: Names of tensors.
+
+        Returns:
+            The name of the differing tensor, or None if all match.
+        """
         path: Path | None = None
         expected: Kind | None = None
         kinds: Mapping[str, Kind] = {}
@@ -217,16 +272,48 @@ class Checkpoint:
         return None
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor on ``device``, exactly as stored; a copy."""
+        """Read a tensor exactly as stored.
+
+        Args:
+            name: Name of the tensor.
+            device: Where the tensor is allocated.
+
+        Returns:
+            A new tensor on ``device``.
+
+        Raises:
+            CheckpointError: The checkpoint has no such tensor, its dtype is not supported by torch, or its file is
+                invalid or has changed.
+        """
         return self._file(name).tensor(name, device)
 
     def part(self, name: str, index: int) -> Tensor:
-        """Entry ``index`` of a tensor's first dimension, without reading the others."""
+        """Read one entry of a tensor's first dimension without reading the others.
+
+        Args:
+            name: Name of the tensor.
+            index: Index into the first dimension.
+
+        Returns:
+            A new tensor on the CPU, exactly as stored.
+
+        Raises:
+            CheckpointError: The checkpoint has no such tensor, or the tensor has no such entry.
+        """
         self._check_entry(name, index)
         return self._file(name).part(name, index)
 
     def read_into(self, name: str, out: Tensor, index: int | None = None) -> None:
-        """Fill ``out``, contiguous, on the CPU and as stored, with :meth:`tensor`, or with :meth:`part` ``index``."""
+        """Read a tensor, or one entry of its first dimension, into an existing tensor.
+
+        Args:
+            name: Name of the tensor.
+            out: Contiguous CPU tensor of the stored dtype and shape.
+            index: Index into the first dimension; default: the whole tensor.
+
+        Raises:
+            CheckpointError: There is no such tensor or entry, or ``out`` has another dtype or shape.
+        """
         info = self.info(name)
         shape = info.shape
         if index is not None:
@@ -239,9 +326,14 @@ class Checkpoint:
         self._file(name).read_into(name, out, index)
 
     def read_all(self, parts: Iterable[Part]) -> None:
-        """Fill each part's buffer with the tensor's bytes, or its entry's; quicker than one by one.
+        """Read several tensors, or entries of their first dimension, faster than one by one.
 
-        The buffers have the sizes that :meth:`info` says.
+        Args:
+            parts: (name, entry or None for all, buffer) of each read. Each buffer has exactly the size that follows
+                from :meth:`info`.
+
+        Raises:
+            CheckpointError: There is no such tensor or entry.
         """
         for found in self._by_file(parts):
             file = self._file(found[0][0])
@@ -254,16 +346,24 @@ class Checkpoint:
             file.read_all(found)
 
     def read_spans(self, spans: Iterable[Span]) -> None:
-        """Fill each span's buffer with bytes of the tensor from the span's first on; all lie within it."""
+        """Read byte ranges of tensors.
+
+        Args:
+            spans: (name, offset of the first byte in the tensor, buffer) of each read. The range must be within the
+                tensor.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
         for found in self._by_file(spans):
             self._file(found[0][0]).read_spans(found)
 
     def _by_file(self, parts: Iterable[P]) -> Iterable[list[P]]:
-        """The parts that lie in one file, for each file."""
+        """Group the parts by the file that stores them."""
         listed = list(parts)
         paths = list(map(self._files.get, map(_NAME, listed)))
         if paths and paths[0] is not None and paths.count(paths[0]) == len(paths):
-            return [listed]  # as a rule
+            return [listed]  # the common case: all parts are in one file
         by_file: dict[Path, list[P]] = {}
         for part, path in zip(listed, paths, strict=True):
             if path is None:
@@ -297,9 +397,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Within it files that are read stay open; behind the last of several, which may overlap, none does.
+        """Keep files open within the context; close them when the last active context exits.
 
-        What is read outside of it keeps its file open as long as the checkpoint exists.
+        Contexts may overlap. A read outside of any context leaves its file open.
         """
         with _LOCK:
             self._readers += 1

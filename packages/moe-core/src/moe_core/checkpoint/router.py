@@ -1,4 +1,4 @@
-"""The tensors beside a layer's experts that choose among them."""
+"""Find and read the tensors of a layer's router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_core.checkpoint.config.families import Family
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.errors import CheckpointError
 
-# beside the experts, under the block's prefix
+# Names under the prefix of the MoE block.
 WEIGHTS = (
     "gate.weight",
     "router.weight",
@@ -32,17 +32,20 @@ CORRECTION_BIASES = (
     "expert_bias",
     "experts.e_score_correction_bias",
 )
-# a correction bias where the family has one, a plain bias of the router elsewhere
+# A correction bias for families that have one, a plain router bias for all others.
 AMBIGUOUS_BIASES = ("gate.bias",)
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class RouterTensors:
-    """Names of the router's tensors, of a family or (None) of an unknown one; None where the checkpoint has none.
+    """Names of the router's tensors.
 
-    ``weight`` [E, K], ``bias`` [E], ``correction`` [E]; ``others``: what the router has besides, unless the weight is
-    quantised.
+    Attributes:
+        layer: The layer's expert tensors.
+        weight: Name of the router weight [E, K]; None if the checkpoint has none.
+        bias: Name of the router bias [E]; None if the checkpoint has none.
+        correction: Name of the correction bias [E]; None if the checkpoint has none.
     """
 
     def __init__(self, layer: LayerExperts, family: Family | None) -> None:
@@ -54,10 +57,12 @@ class RouterTensors:
 
     @property
     def is_quantised(self) -> bool:
+        """Whether the router weight is stored in another dtype than bfloat16, float16 or float32."""
         return self.weight is not None and self.layer.checkpoint.info(self.weight).dtype not in _FLOATS
 
     @property
     def others(self) -> tuple[str, ...]:
+        """The names of further router tensors; empty if the router weight is quantized or missing."""
         if self.is_quantised or self.weight is None:
             return ()
         known = {self.weight, self.bias, self.correction}
@@ -65,15 +70,31 @@ class RouterTensors:
         return tuple(sorted(n for n in self.layer.checkpoint.names if n.startswith(under) and n not in known))
 
     def missing(self, ends: Sequence[str], why: str) -> CheckpointError:
-        """What to raise where a tensor of one of these names is needed."""
+        """Return the error for a missing router tensor.
+
+        Args:
+            ends: Accepted names of the tensor under the block's prefix, the usual one first.
+            why: Why the tensor is needed.
+
+        Returns:
+            The error to raise.
+        """
         names = {f"{self.layer.block}.{end}" for end in ends}
         hint = self.layer.checkpoint.left_out(names.__contains__)
         return CheckpointError(f"{self.layer.block}.{ends[0]} is missing in {self.layer.checkpoint.path}: {why}{hint}")
 
     def read_weight(self, hidden_size: int, *, strict: bool = True) -> Tensor | None:
-        """[E, K] in floating point, or None where there is none.
+        """Read the router weight.
 
-        CheckpointError for another shape; not ``strict``: None for it too.
+        Args:
+            hidden_size: Expected K.
+            strict: Whether to raise for another shape; if False, return None for it.
+
+        Returns:
+            [E, K] in the stored floating-point dtype, or None if there is no unquantized router weight.
+
+        Raises:
+            CheckpointError: The weight has another shape, or holds NaN or Inf.
         """
         if self.weight is None or self.is_quantised:
             return None
@@ -91,7 +112,18 @@ class RouterTensors:
         return weight
 
     def read_vector(self, name: str | None, *, strict: bool = True) -> Tensor | None:
-        """float32 [E] of the tensor ``name`` (stored as [E] or [1, E]); ``strict`` as for :meth:`read_weight`."""
+        """Read a bias of the router.
+
+        Args:
+            name: Name of the tensor, stored as [E] or [1, E]; None if the checkpoint has none.
+            strict: Whether to raise for another shape or dtype; if False, return None for it.
+
+        Returns:
+            [E] float32, or None.
+
+        Raises:
+            CheckpointError: The tensor has another shape or is not floating point, or holds NaN or Inf.
+        """
         if name is None:
             return None
         size, info = self.layer.num_experts, self.layer.checkpoint.info(name)

@@ -1,4 +1,4 @@
-"""One layer of a checkpoint: what it is, and its weights when they are asked for."""
+"""Describe one layer of a checkpoint and load its weights on request."""
 
 from __future__ import annotations
 
@@ -31,30 +31,40 @@ from moe_core.spec.weights import MoEWeights
 
 T = TypeVar("T")
 
-#: modules of this project, whose errors are their own
+#: First-party modules, whose errors are passed on unchanged.
 _OWN = ("moe_core", *(package.replace("-", "_") for package in KNOWN_SCHEMES.values()))
 
-#: of static activations
+#: Names of the tensors of static activation quantization.
 _STATIC = ("w13_input_scale", "w2_input_scale", "w13_input_zero_point", "w2_input_zero_point")
-#: instead of an activation key: what the checkpoint says
+#: Value of ``activation_key`` that selects the checkpoint's own activation quantization.
 AS_STORED = "checkpoint"
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSource:
-    """What :func:`read_layer` found; no expert weights are read until :meth:`weights`.
+    """Description of one layer of a checkpoint, from which its weights can be loaded.
 
-    - ``index`` of the layer, ``prefix`` of its experts' tensors
-    - ``format`` that reads it, ``layout`` that it found
-    - ``config``, ``weight_key``, ``activation_key`` (as the checkpoint says, or as was asked for), ``scheme``: what
-      selection needs
-    - ``whole``: the config before a tensor-parallel rank's columns were cut
-    - ``cut``: how tensor-parallel ranks share the columns; ``cuts``: every way, see :meth:`with_cut`
-    - ``experts``: global ids of the experts to load
-    - ``router_weight`` [E, K], ``router_bias`` [E] float32: None where the checkpoint has none
-    - ``correction_bias`` [E] float32: where the routing has one
-    - ``routing_reason``: why ``config.routing`` is None, if it is
-    - ``assumed``: what is guessed of a model_type that is not known, where the caller accepts that
+    :func:`read_layer` creates it; no expert weights are read until :meth:`weights` is called. Backend selection uses
+    ``config``, ``weight_key``, ``activation_key`` and ``scheme``.
+
+    Attributes:
+        index: Index of the layer.
+        prefix: Prefix of its experts' tensor names.
+        config: The layer's configuration, with this rank's shard of the intermediate size.
+        weight_key: Quantization of the weights; None for 16 bits.
+        activation_key: Quantization of the activations, as requested or as stored; None for 16 bits.
+        scheme: Name of the scheme that reads the layer.
+        format: The checkpoint format that reads the layer.
+        layout: The format's description of the layer's tensors.
+        whole: The configuration before tensor-parallel sharding.
+        cut: How the intermediate columns are split over tensor-parallel ranks.
+        cuts: All possible splits, see :meth:`with_cut`.
+        experts: Global ids of the experts to load.
+        router_weight: [E, K], or None if the checkpoint has none.
+        router_bias: [E] float32, or None if the checkpoint has none.
+        correction_bias: [E] float32, or None if the routing has none.
+        routing_reason: Why ``config.routing`` is None; None if the layer has a routing.
+        assumed: What was guessed for an unknown model_type with the caller's permission; None if nothing was.
     """
 
     index: int
@@ -77,11 +87,18 @@ class LayerSource:
 
     @property
     def layer(self) -> LayerExperts:
-        """The experts' tensors."""
+        """The tensors of the layer's experts."""
         return self.layout.layer
 
     def with_cut(self, cut: ColumnCut) -> LayerSource:
-        """The same layer, of whose columns the ranks have other shares; the keys are those of the cut."""
+        """Return the same layer with another split of its columns over tensor-parallel ranks.
+
+        Args:
+            cut: The split, one of ``cuts``.
+
+        Returns:
+            The layer with the intermediate size and the quantization keys of ``cut``.
+        """
         begin, end = cut.ranges[self.config.parallel.tp_rank]
         return replace(
             self,
@@ -92,14 +109,28 @@ class LayerSource:
         )
 
     def check_fits(self) -> None:
-        """Raise CheckpointError where :meth:`weights` would for a tensor's name, shape or dtype; reads no weights."""
+        """Check names, shapes and dtypes as :meth:`weights` does, without reading weights.
+
+        Raises:
+            CheckpointError: A tensor is missing or has the wrong shape or dtype.
+        """
         _of_format(self.format, lambda: self.layout.check_fits(self.whole, experts=self.experts))
 
     def weights(self, device: torch.device | str = "cpu") -> MoEWeights:
-        """Canonical weights of ``experts`` on ``device``, this rank's columns of them.
+        """Load this rank's columns of the canonical weights of ``experts``.
 
-        No more columns are read than lie in one piece of the file with them (of 16-bit experts: than share scales).
-        CheckpointError names a tensor that is broken.
+        Additional columns are read only if they share stored entries with this rank's columns (or share scales, for
+        16-bit experts that are quantized at load).
+
+        Args:
+            device: Where the weights are allocated.
+
+        Returns:
+            The canonical weights of this rank's shard.
+
+        Raises:
+            CheckpointError: A tensor is missing or invalid; the message names it.
+            RegistryError: The format belongs to another package and raised an unexpected error.
         """
         rank, size = self.config.parallel.tp_rank, self.whole.intermediate_size
         begin, end = self.cut.ranges[rank]
@@ -127,7 +158,7 @@ class LayerSource:
         return replace(weights, activation_key=self.activation_key, **static)
 
     def _read_columns(self, begin: int, end: int) -> tuple[int, int]:
-        """The columns that are read for ``begin`` to ``end``."""
+        """Extend the columns ``begin`` to ``end`` to whole storage units."""
         size = self.whole.intermediate_size
         unit = None if (begin, end) == (0, size) else self.layout.column_unit
         if unit is None:
@@ -148,15 +179,30 @@ def read_layer(
     parallel: FusedMoEParallelConfig | None = None,
     plugins: Registry | None = None,
 ) -> LayerSource:
-    """Layer ``layer`` of the model, default the first with experts: names, shapes, config, format; no weights yet.
+    """Find the names, shapes, config and format of a layer without reading its weights.
 
-    ``dtype`` of hidden states; ``experts``: global ids to load, default all; ``quantize``: what to make of 16-bit
-    experts, by the name that an installed scheme gives it; ``activation_key``: what activations are quantised as, None
-    for 16 bits, instead of what the checkpoint says; ``stack``: of a model with several stacks of layers, the first
-    part of the tensors' names ("talker"); ``given``: routing and activation, which an unknown model_type needs;
-    ``parallel``: of which rank the experts, unless they are named, and their columns are.
-    Raises CheckpointError, SchemeNotInstalledError, ConfigError for static activations, whose scales only a checkpoint
-    that has them brings; warns with CheckpointWarning of what is guessed.
+    Warns with CheckpointWarning about settings that were guessed for an unknown model_type.
+
+    Args:
+        checkpoint: The open checkpoint.
+        layer: Index of the layer; default the first one with experts.
+        dtype: dtype of the hidden states.
+        experts: Global ids of the experts to load; default those of the rank in ``parallel``, or all.
+        quantize: Online quantization for 16-bit experts, or its name in an installed scheme.
+        activation_key: Quantization of the activations, None for 16 bits; default as stored in the checkpoint.
+        stack: First component of the tensor names of one stack of layers ("talker"), for models with several stacks.
+        given: Settings from the caller that override config.json; an unknown model_type needs routing and activation.
+        parallel: The parallel layout and rank, which determine the columns and the default of ``experts``.
+        plugins: Registry of schemes and formats; default the installed ones.
+
+    Returns:
+        The layer, from which weights can be loaded.
+
+    Raises:
+        CheckpointError: The layer is missing, invalid or not read by any installed format.
+        SchemeNotInstalledError: The scheme that would read the layer is not installed.
+        ConfigError: An argument is invalid, or ``activation_key`` is static and differs from the stored one: static
+            scales must come from the checkpoint.
     """
     if layer is not None:
         layer = whole_number("layer", layer, 0)
@@ -172,7 +218,7 @@ def read_layer(
     weight_key = as_quant_key(layout.weight_key, "weight_key")
     activations = _activations(activation_key, layout.activation_key)
     if isinstance(layout, QuantizedLayout):
-        # other activations need no static scales
+        # The layout must know the activations in use: only static ones need stored scales.
         layout = replace(layout, activation_key=activations)
     cuts = column_cuts(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
     found = LayerSource(
@@ -198,7 +244,7 @@ def read_layer(
 
 
 def _of_format(adapter: CheckpointFormat, call: Callable[[], T]) -> T:
-    """What a format's layout loads; a fault in the code of another package is named as such."""
+    """Call a format's code; report an unexpected error in a third-party format as RegistryError."""
     kind = type(adapter)
     if kind.__module__.partition(".")[0] in _OWN:
         return call()
@@ -212,7 +258,7 @@ def _of_format(adapter: CheckpointFormat, call: Callable[[], T]) -> T:
 
 
 def _activations(wanted: QuantKey | str | None, stored: QuantKey | None) -> QuantKey | None:
-    """What was asked for, or what the checkpoint says."""
+    """Return the requested activation key, or the stored one for ``AS_STORED``."""
     key = as_quant_key(stored if wanted == AS_STORED else wanted, "activation_key")
     if key is not None and key.is_static and key != stored:
         raise ConfigError(
@@ -236,7 +282,7 @@ def _chosen(experts: Sequence[int] | None, count: int, parallel: FusedMoEParalle
 
 
 def _index(expert: object, count: int) -> int:
-    """A plain integer; whatever counts as one (numpy's, a tensor of one) is taken, a float or a bool is not."""
+    """Convert an expert id (int, NumPy integer, one-element tensor); refuse floats and bools."""
     try:
         index = -1 if isinstance(expert, bool) else operator.index(expert)  # type: ignore[arg-type]
     except TypeError:

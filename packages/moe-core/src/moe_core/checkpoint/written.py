@@ -1,4 +1,4 @@
-"""Writing checkpoint folders: config.json with one file of tensors, or with shards and their index."""
+"""Write checkpoint folders: config.json with one tensor file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
-    """Write config.json and ``files`` of tensors, each whole or not at all, with an index where they are several.
+    """Write config.json and tensor files, each atomically, with an index if there are several.
 
     Args:
-        folder: Where they are written; it exists.
+        folder: Existing folder to write to.
         config: Content of config.json.
-        files: Name and tensors of each file; taken one at a time.
+        files: Name and tensors of each file; consumed one at a time.
 
     Raises:
-        ConfigError: A file can't be written, or something that is not a regular file has its name.
+        ConfigError: A file cannot be written, or its path exists and is not a regular file.
     """
     from safetensors.torch import save
 

@@ -1,4 +1,4 @@
-"""moe explain --all-layers: what runs each MoE layer of a checkpoint, and what all of them take."""
+"""``moe explain --all-layers``: backend of each MoE layer of a checkpoint, and total memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer: what selection says, or why it can't be read."""
+    """One layer: its selection, or the reason why it cannot be read."""
 
     index: int
     format: str = ""
@@ -35,9 +35,9 @@ class _Layer:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What layers that are shown in one row have in common."""
+        """Properties shared by layers that are shown in one row."""
         if self.report is None:
-            # layers that are broken alike differ in the numbers of their tensors
+            # Layers with the same defect differ only in the layer number of their tensors.
             return (self.fault.replace(f".{self.index}.", ".*."),)
         report = self.report
         config = replace(report.config, routing=None)
@@ -45,12 +45,18 @@ class _Layer:
 
 
 def explain_all(args: argparse.Namespace) -> int:
-    """The command; returns the exit code: 2 where a layer can't be read, or no backend fits it, 1 where the model does
-    not fit the card."""
+    """Run ``moe explain --all-layers``.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        Exit code: 2 if a layer cannot be read or no backend fits it, 1 if the model does not fit the card, else 0.
+    """
     checkpoint, notes = _arguments.opened(args)
     indices = checkpoint.moe_layers
     if not indices:
-        _arguments.source_of(args, checkpoint)  # says what is there instead
+        _arguments.source_of(args, checkpoint)  # This raises an error that states what the checkpoint holds instead.
     with progress(f"reading the names of {len(indices)} layers"):
         layers = list(_explained(args, checkpoint, indices))
     failed = [layer for layer in layers if layer.report is None or layer.report.chosen is None]
@@ -71,7 +77,7 @@ def explain_all(args: argparse.Namespace) -> int:
 
 
 def _figures(args: argparse.Namespace, checkpoint: Checkpoint, layers: list[_Layer]) -> tuple[Fit | None, list[Floors]]:
-    """The verdict on all layers together, and the floors of each; without those that can't be run."""
+    """Fit of all layers together and the floors of each, without layers that cannot run."""
     parallel = _arguments.parallel_of(args)
     told = [(layer.report, layer.memory) for layer in layers if layer.report is not None and layer.memory is not None]
     if not told:
@@ -101,8 +107,11 @@ def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequen
 
 
 def _totals(layers: list[_Layer]) -> dict[str, int]:
-    """Bytes of all layers on one device: their weights, and those of the largest; at most while the last is loaded; the
-    workspace they share."""
+    """Bytes of all layers on one device.
+
+    They are the weights of all layers, the weights of the largest layer, the peak while the last layer is loaded, and
+    the workspace that the layers share.
+    """
     told = [layer.memory for layer in layers if layer.memory is not None]
     weights = sum(memory.weights for memory in told)
     return {
@@ -174,7 +183,7 @@ def _indices(group: list[_Layer]) -> str:
 
 
 def _about(group: list[_Layer], verbose: bool) -> list[str]:
-    """What there is to say of layers that are alike."""
+    """Lines about a group of similar layers."""
     first = group[0]
     head = f"layer{'s' * (len(group) > 1)} {_indices(group)}"
     if first.report is None:

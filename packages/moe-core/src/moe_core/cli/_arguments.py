@@ -1,4 +1,4 @@
-"""What the arguments mean that several commands take."""
+"""Interpretation of arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ if TYPE_CHECKING:
 
 
 def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) -> FusedMoEParallelConfig | None:
-    """What --tp, --ep and --dp say of a layer's ``rank``; None where it has only one.
+    """Return the parallel configuration that --tp, --ep and --dp specify for a rank.
 
-    ``world_size``: processes that there are, of which those that --tp leaves spread the experts.  Tokens are those of
-    each expert-parallel rank where --dp does not say otherwise.  Raises ConfigError for numbers that mean nothing.
+    Args:
+        args: Parsed arguments.
+        world_size: Number of processes. The experts are spread over ``world_size // tp`` of them if --ep is not given.
+        rank: Rank of this process.
+
+    Returns:
+        The configuration; None for a single rank. Without --dp, each expert-parallel rank has a separate batch.
+
+    Raises:
+        ConfigError: The numbers are invalid.
     """
     from moe_core.spec.config import FusedMoEParallelConfig, whole_number
 
@@ -45,7 +53,10 @@ def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) ->
 def cuts_of(
     config: FusedMoEConfig, keys: tuple[QuantKey | None, QuantKey | None], parallel: FusedMoEParallelConfig
 ) -> tuple[FusedMoEConfig, tuple[ColumnCut, ...]]:
-    """(the config of a rank of a made-up layer but for its columns, the ways of sharing these)."""
+    """Return a rank's config of a synthetic layer and the possible column splits.
+
+    The config still has all columns.
+    """
     from moe_core.parallel.shard import local_expert_range
     from moe_core.parallel.shard_plan import column_cuts
 
@@ -62,9 +73,17 @@ def source_of(
     experts: Sequence[int] | None = None,
     parallel: FusedMoEParallelConfig | None = None,
 ) -> LayerSource:
-    """A layer of ``checkpoint``, default the one that the arguments name, as they say that it is read.
+    """Read a layer of a checkpoint as the arguments specify.
 
-    ``experts``: of it, these; ``parallel``: of which rank its part is.
+    Args:
+        args: Parsed arguments.
+        checkpoint: The checkpoint.
+        layer: Index of the layer; None for the one that the arguments name.
+        experts: Global ids of the experts to read; None for all.
+        parallel: Rank whose shard is read; None for the whole layer.
+
+    Returns:
+        The layer.
     """
     from moe_core.checkpoint import Given, read_layer
 
@@ -82,9 +101,12 @@ def source_of(
 
 
 def opened(args: argparse.Namespace) -> tuple[Checkpoint, list[str]]:
-    """The folder of the arguments, and notes about it.
+    """Open the checkpoint folder of the arguments.
 
-    Without a file of weights, config.json tells what would be in them.
+    If the folder holds no weights, the checkpoint is planned from config.json.
+
+    Returns:
+        (checkpoint, notes about it).
     """
     from moe_core.checkpoint import Checkpoint
     from moe_core.checkpoint.planned import has_no_weights, plan
@@ -99,21 +121,22 @@ def opened(args: argparse.Namespace) -> tuple[Checkpoint, list[str]]:
 
 
 def activation_key_of(args: argparse.Namespace) -> QuantKey | str | None:
-    """What :func:`moe_core.checkpoint.read_layer` gets."""
+    """Return the activation key for :func:`moe_core.checkpoint.read_layer`."""
     return "checkpoint" if args.activation_key is None else _key(args.activation_key)
 
 
 def batched(config: FusedMoEConfig, num_tokens: int) -> FusedMoEConfig:
-    """The layer in the batched activation format, for calls with at most ``num_tokens`` tokens."""
+    """Return the layer in the batched activation format, for at most ``num_tokens`` tokens."""
     from moe_core.spec.config import FusedMoEActivationFormat
 
     return replace(config, activation_format=FusedMoEActivationFormat.BATCHED, max_num_tokens=num_tokens)
 
 
 def check_room(count: int, width: int) -> None:
-    """Raise ConfigError where ``count`` random tokens of ``width`` float32 values exceed the host's whole memory.
+    """Raise ConfigError if ``count`` tokens of ``width`` float32 values exceed host memory.
 
-    Asked before allocating: an operating system may promise memory that it does not have, and end the process later.
+    This is checked before allocating. An operating system may promise memory that it does not have and kill the process
+    later.
     """
     memory, needed = host_memory(), 4 * count * width
     if memory is not None and needed > memory:
@@ -121,7 +144,7 @@ def check_room(count: int, width: int) -> None:
 
 
 def host_memory() -> int | None:
-    """Bytes of the machine's physical memory; None where the system does not tell."""
+    """Bytes of the machine's physical memory; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -129,13 +152,13 @@ def host_memory() -> int | None:
 
 
 def check_seed(seed: int) -> None:
-    """Raise ConfigError for what torch takes as no seed."""
+    """Raise ConfigError for a seed that torch does not accept."""
     if not -(2**63) <= seed < 2**64:
         raise ConfigError(f"--seed {seed}: expected an integer from {-(2**63)} to {2**64 - 1}")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of that name."""
+    """Return the torch dtype of that name."""
     import torch
 
     found: torch.dtype = getattr(torch, name)
@@ -143,7 +166,17 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def device_of(name: str | None) -> torch.device:
-    """A device of this machine, on which something shall run."""
+    """Return a device of this machine to run on.
+
+    Args:
+        name: Name of the device; None for the GPU if there is one, else the CPU.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: The name is unknown, or there is no such device.
+    """
     import torch
 
     if name is None:
@@ -168,7 +201,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | None, QuantKey | None]:
-    """(config, weight key, activation key) of a layer that --scheme and --shape describe."""
+    """Return (config, weight key, activation key) of a layer described by --scheme and --shape."""
     from moe_core.selection.registry import registry
     from moe_core.spec.activation import MoEActivation
     from moe_core.spec.config import FusedMoEConfig
@@ -192,7 +225,7 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         return config, online.weight_key, online.activation_key
     oracle = registry().oracle(args.scheme)
     claimed = _claimed(oracle)
-    # what engines ask for where nothing is stated
+    # the default request of inference engines
     usual = oracle.spec.kinds[0].weight_key if oracle.spec.kinds else claimed[0][0]
     wanted = [
         (weight, activation)
@@ -200,7 +233,7 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         if (args.weight_key is None or weight == _key(args.weight_key))
         and (args.activation_key is None or activation == _key(args.activation_key))
     ]
-    # then activations that the scheme is for, unless none of those goes with the weights
+    # Next, prefer activations typical of the scheme, unless none of those goes with the weights.
     chosen = min(wanted or claimed, key=lambda pair: (pair[0] != usual, (pair[1] is None) != oracle.spec.weight_only))
     weight = chosen[0] if args.weight_key is None else _key(args.weight_key)
     activation = chosen[1] if args.activation_key is None else _key(args.activation_key)
@@ -214,7 +247,7 @@ def _key(name: str) -> QuantKey | None:
 
 
 def _claimed(oracle: Oracle) -> list[tuple[QuantKey | None, QuantKey | None]]:
-    """Every pair of keys that the scheme's backends claim, in their order."""
+    """Return every pair of keys that the scheme's backends claim, in their order."""
     from moe_core.interface.claims import expand_key
 
     claims = [pair for backend in oracle.table() for experts in backend.load() for pair in experts.claims.keys]

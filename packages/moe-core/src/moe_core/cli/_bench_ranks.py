@@ -1,4 +1,4 @@
-"""``moe bench`` on the ranks of torchrun: a layer's time with each prepare/finalize class."""
+"""``moe bench`` on the ranks of torchrun: time of a layer with each prepare/finalize class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RankLayer:
-    """A rank's part of the ``layer``, the names of the prepare/finalize classes to measure, and the ranks' groups."""
+    """A rank's shard of a layer, and the prepare/finalize classes to measure.
+
+    Attributes:
+        layer: The whole layer.
+        shard: This rank's shard.
+        names: Names of the prepare/finalize classes.
+        groups: Process groups of the ranks.
+        ranks: The ranks.
+    """
 
     layer: Layer
     shard: LayerShard
@@ -34,9 +42,9 @@ class RankLayer:
 
     @staticmethod
     def of(args: argparse.Namespace, layer: Layer, weights: MoEWeights, ranks: Ranks, most: int) -> RankLayer:
-        """Of ``weights``, the whole layer's, for calls with at most ``most`` tokens per rank.
+        """Shard the weights of the whole layer, for calls with at most ``most`` tokens per rank.
 
-        They are those that fit, or the one that was asked for ("auto": the fastest by the figures of the machine).
+        The classes are all that fit, or the requested one ("auto": the fastest according to the machine's figures).
         """
         from moe_core.cli import _arguments
         from moe_core.parallel.shard import shard_layer
@@ -49,7 +57,7 @@ class RankLayer:
         return RankLayer(layer, shard, names, ranks.groups(chosen), ranks)
 
     def candidate(self, args: argparse.Namespace, name: str, tokens: int) -> PrepareFinalizeCandidate:
-        """The one of that name, with what it costs for ``tokens`` per rank."""
+        """Return the candidate of that name, with its cost for ``tokens`` per rank."""
         from moe_core.cli import _arguments
 
         keys = self.layer.weight_key, self.layer.activation_key
@@ -61,7 +69,10 @@ class RankLayer:
 def measure_ranks(
     args: argparse.Namespace, part: RankLayer, counts: Sequence[int], limits: Limits
 ) -> Iterator[dict[str, Any]]:
-    """What was measured of each prepare/finalize class and number of tokens per rank; all ranks do and get the same."""
+    """Yield the measurement of each prepare/finalize class and number of tokens per rank.
+
+    All ranks call this and get the same results.
+    """
     from moe_core.cli._timing import measure
     from moe_core.selection.registry import registry
 
@@ -77,7 +88,7 @@ def measure_ranks(
             movement = candidate.cls(selection.config, groups)
             weights = oracle.convert(selection, part.shard.weights)
             kernel = oracle.make_kernel(selection, weights, prepare_finalize=movement)
-        # classes by which tokens travel know where experts are
+        # Classes that move tokens know the placement of the experts.
         known = parallel.token_sharing is not TokenSharing.ALL
         expert_map = None if known else part.shard.expert_map
         whole = replace(selection.config, parallel=type(parallel)(), num_local_experts=None)
@@ -92,7 +103,7 @@ def measure_ranks(
                 for x, weight, ids in inputs
             ]
             with progress(f"{name}, {selection.backend}: {count} tokens per rank"):
-                calls[0]()  # by which prepare/finalize may find out that it can be captured
+                calls[0]()  # The first call lets prepare/finalize find out whether it is capturable.
                 graph = movement.capturable and selection.experts.claims.cuda_graph
                 timing = measure(calls, device, graph=graph, budget=args.budget, slowest=ranks.slowest)
             median, low, high = map(ranks.slowest, (timing.median, timing.low, timing.high))

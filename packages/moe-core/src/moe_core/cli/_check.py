@@ -1,4 +1,4 @@
-"""A layer's output beside the float64 reference: the error, what is allowed, and whether it is within."""
+"""Comparison of a layer's output with the float64 reference, within the derived tolerance."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from moe_core.spec.config import FusedMoEConfig
     from moe_core.spec.weights import MoEWeights
 
-#: with more values, a few lie outside of bounds that 2e-9 of them leave; the norm of the error decides alone then
+#: With more values, a few exceed elementwise bounds that 2e-9 of them may exceed. Then only the norm of the error
+#: decides.
 MOST_BOUNDED = 1_000_000
 
 
 @dataclass(frozen=True)
 class Check:
-    """Norms relative to the reference's: of the error, and the largest that is allowed; ``fault``: what is wrong."""
+    """Result of a comparison.
+
+    Attributes:
+        error: Norm of the error, relative to the norm of the reference.
+        tolerance: Largest allowed error, relative to the norm of the reference.
+        fault: What is wrong, or None.
+    """
 
     error: float
     tolerance: float
@@ -37,12 +44,12 @@ class Check:
         return f"relative error {self.error:.2e}, {verdict} the tolerance {self.tolerance:.2e}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready form."""
         return {"error": self.error, "tolerance": self.tolerance, "passed": self.passed, "fault": self.fault}
 
 
 def needs_all_experts(layer: FusedMoELayer) -> bool:
-    """Whether the layer's backend computes with other weights than those given, which may depend on all experts'."""
+    """Whether the backend requantizes weights, which may depend on the weights of all experts."""
     return type(layer.kernel.experts).requantized is not FusedMoEExperts.requantized
 
 
@@ -55,10 +62,19 @@ def check_output(
     topk_weights: Tensor,
     topk_ids: Tensor,
 ) -> Check:
-    """Compare ``output`` [M, K] of ``layer`` for hidden states ``x`` [M, K] with the reference; all on the CPU.
+    """Compare the output of a layer with the reference; all tensors are on the CPU.
 
-    ``parts``: the checkpoint's canonical weights, one part for each rank, whose outputs were added up: its config, its
-    weights, and its expert map [E], which names the experts that they are of (None: all).
+    Args:
+        layer: The layer.
+        parts: (config, canonical weights, expert map ``[E]``) of each rank; their outputs are added up. The map selects
+            the experts of the weights; None selects all.
+        x: Hidden states ``[M, K]``.
+        output: Output ``[M, K]`` of the layer.
+        topk_weights: Router weights ``[M, k]``.
+        topk_ids: Expert ids ``[M, k]``.
+
+    Returns:
+        The comparison.
     """
     from moe_core.reference.tolerance import Expected, expected_output, yardstick_dtype
 

@@ -1,4 +1,4 @@
-"""``moe bench --compare``: times beside those of an earlier run, and which moved by more than the runs' spread."""
+"""``moe bench --compare``: compare times with an earlier run and mark significant changes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from moe_core._support.strict_json import parse_object
 from moe_core.errors import CheckpointError, ConfigError
 
-#: bytes of a file of results; that of ten backends and a hundred token counts has 400 KB
+#: size limit of a file of results; results of ten backends and a hundred token counts take 400 KB
 MOST_BYTES = 16 << 20
-#: what two runs must share to be compared
+#: fields that two runs must share to be comparable
 SAME = (
     *("scheme", "weight_key", "activation_key", "num_experts", "top_k", "hidden_size", "intermediate_size"),
     *("activation", "dtype", "activation_format", "skew", "ranks"),
@@ -19,11 +19,15 @@ SAME = (
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What ``moe bench --output`` wrote, or ``--json`` printed.  Raises ConfigError for anything else."""
+    """Read results that ``moe bench --output`` wrote or ``--json`` printed.
+
+    Raises:
+        ConfigError: The file is anything else.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # A NUL in the name raises ValueError.
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--compare {str(path)!r} can't be read: {why}") from None
     if len(content) > MOST_BYTES:
@@ -32,7 +36,7 @@ def read_results(path: Path) -> dict[str, Any]:
         data = parse_object(content, str(path))
     except CheckpointError as error:
         raise ConfigError(f"--compare: {error.message}") from None
-    data.setdefault("skew", 0.0)  # as in runs of before there was any
+    data.setdefault("skew", 0.0)  # Runs from before the option existed have no skew.
     results = data.get("results")
     if not isinstance(results, list) or not all(map(_is_result, results)):
         raise ConfigError(
@@ -52,10 +56,13 @@ def _is_result(result: object) -> bool:
 
 
 def compare(data: dict[str, Any], earlier: dict[str, Any], path: Path) -> None:
-    """Add to each result of ``data`` that ``earlier`` has too what it was then.
+    """Add earlier figures to each result of ``data`` that ``earlier`` has too.
 
-    ``before_seconds``; ``ratio``, now over then; ``moved``: "faster" or "slower" where the ranges from the 10th to the
-    90th percentile lie apart, else "".  Raises ConfigError where the layers are not the same.
+    The fields are ``before_seconds``, ``ratio`` (now over before), and ``moved``: "faster" or "slower" if the ranges
+    from the 10th to the 90th percentile do not overlap, else "".
+
+    Raises:
+        ConfigError: The layers differ.
     """
     for name in SAME:
         if data[name] != earlier.get(name):
@@ -79,5 +86,5 @@ def compare(data: dict[str, Any], earlier: dict[str, Any], path: Path) -> None:
 
 
 def slower(data: dict[str, Any], percent: float) -> list[dict[str, Any]]:
-    """The results that got slower, beyond the spread and by more than ``percent``."""
+    """Return the results that became slower beyond the spread and by more than ``percent``."""
     return [r for r in data["results"] if r.get("moved") == "slower" and r["ratio"] > 1 + percent / 100]

@@ -1,8 +1,8 @@
-"""Processes that compile recorded launches into Triton's cache on disk, for a process that then finds them there.
+"""Processes that compile recorded launches into Triton's disk cache for the parent process.
 
-Triton holds Python's lock for a part of each compilation, which threads wait for: enough for what a model needs once
-(`moe_core.kernels.launch.compile_ahead`), too slow for hundreds of configurations.  The processes are forked, so that
-they know the layer, and compile for the GPU's architecture without touching the GPU.
+Triton holds the GIL during part of each compilation, so threads wait for each other. That is fast enough for what one
+model needs (`moe_core.kernels.launch.compile_ahead`), but too slow for hundreds of configurations. The processes are
+forked, so they inherit the layer. They compile for the GPU's architecture without touching the GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ from moe_core.kernels.launch.compile_target import Target, compiling_for
 from moe_core.kernels.launch.launch import Launch
 from moe_core.spec.device import DeviceInfo
 
-#: what a forked process asks for the launches of a task, and compiles for
+#: returns the launches of a task, and the target to compile for; inherited by the forked processes
 _INHERITED: list[tuple[Callable[[Any], Iterable[Launch]], Target]] = []
 
 
 class CompilePool:
-    """``launches_of`` a task, which can be pickled, compiled for ``device``; nothing where a system cannot fork."""
+    """Pool that compiles the launches of tasks.
+
+    Tasks must be picklable. The pool does nothing if the system cannot fork.
+
+    Args:
+        launches_of: Returns the launches of a task.
+        device: Device to compile for.
+        processes: Number of processes; 0 for one per usable core.
+    """
 
     def __init__(self, launches_of: Callable[[Any], Iterable[Launch]], device: DeviceInfo, processes: int = 0) -> None:
         self._pool = None
@@ -33,16 +41,16 @@ class CompilePool:
         _INHERITED[:] = [(launches_of, Target(device))]
         count = processes or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         with warnings.catch_warnings():
-            # of forking beside torch's threads: these processes neither compute nor touch the GPU
+            # Python warns about forking next to torch's threads. These processes neither compute nor touch the GPU.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pool = multiprocessing.get_context("fork").Pool(count, _handle_signals)
 
     def compile(self, tasks: Sequence[Any]) -> list[bool]:
-        """Which of ``tasks`` compile; all are said to where a system cannot fork."""
+        """Compile tasks and return which ones compile; True for all if the system cannot fork."""
         return [True] * len(tasks) if self._pool is None else self._pool.map(_compiles, tasks, chunksize=1)
 
     def close(self) -> None:
-        """End the processes."""
+        """Terminate the processes."""
         if self._pool is not None:
             self._pool.terminate()
             self._pool.join()
@@ -50,7 +58,7 @@ class CompilePool:
 
 
 def _handle_signals() -> None:
-    """Ctrl-C is for the process that waits; what ends one of these ends it at once, without the command's words."""
+    """Ignore Ctrl-C, which the parent handles; other signals silently end the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in NAMES.keys() - {signal.SIGINT}:
         signal.signal(number, signal.SIG_DFL)
@@ -63,6 +71,6 @@ def _compiles(task: Any) -> bool:
         with compiling_for(target):
             for one in launches:
                 one.kernel[(1,)](*one.arguments.values(), **one.options)
-    except Exception:  # whatever a compiler raises: it is a reason against the configuration
+    except Exception:  # Whatever a compiler raises rules out the configuration.
         return False
     return True

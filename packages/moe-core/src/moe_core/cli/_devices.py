@@ -1,4 +1,4 @@
-"""moe explain --device A,B: what would run a layer on each of several devices, a line each."""
+"""``moe explain --device A,B``: one line per device with the backend that would run a layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from moe_core.selection.report import SelectionReport
 
 _HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace", "needs", "fits")
-#: over several ranks, behind those
+#: additional columns for a layer over several ranks
 _OVER_RANKS = ("prepare/finalize", "total")
 
 
 class Explained(NamedTuple):
-    """What is said of one device: as JSON, as text, and what a line of several is made of."""
+    """Explanation for one device: JSON, text, and the figures of its table row."""
 
     data: dict[str, Any]
     text: str
@@ -37,7 +37,16 @@ class Explained(NamedTuple):
 
 
 def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argparse.Namespace], Explained]) -> int:
-    """Print a line for each of ``names``; returns the exit code, 2 where nothing fits on one of them."""
+    """Print one line per device.
+
+    Args:
+        args: Parsed arguments.
+        names: Names of the devices.
+        explain: Explains the layer for the arguments of one device.
+
+    Returns:
+        Exit code: 2 if nothing fits on one of the devices, 1 if the model does not fit a card, else 0.
+    """
     found = []
     for name in names:
         of_one = copy.copy(args)
@@ -61,7 +70,7 @@ def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argpa
 
 
 def _said(one: Explained) -> list[str]:
-    """What a line of the table has no room for."""
+    """Lines with details that the table has no room for."""
     report, chosen = one.report, one.report.chosen
     helps = [f"what helps: {_report.helps(alternative)}" for alternative in report.alternatives[:1]]
     if chosen is None:
@@ -72,7 +81,7 @@ def _said(one: Explained) -> list[str]:
 
 
 def _travel(one: Explained) -> tuple[str, ...]:
-    """How tokens travel, and what a layer takes then; nothing where they do not."""
+    """How tokens travel and the time of a layer; empty for a single rank."""
     if one.over_ranks is None:
         return ()
     chosen = one.over_ranks.chosen

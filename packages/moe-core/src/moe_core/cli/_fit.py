@@ -1,4 +1,4 @@
-"""Whether a model fits a card's memory, and how fast its experts can be at most."""
+"""Memory fit of a model on a card, and the minimum time of its experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe_core.selection.report import SelectionReport
     from moe_core.spec.device import DeviceInfo
 
-#: numbers of tokens that floors are stated for: decoding alone, a batch of it, a prompt
+#: token counts that floors are stated for: single-token decoding, a batch of it, a prompt
 TOKENS = (1, 32, 4096)
 #: operands of the product, by the element type that activations are quantized to
 _OPERANDS = {"e4m3": "fp8", "e5m2": "fp8", "int8": "int8", "e2m1": "fp4"}
@@ -27,16 +27,16 @@ _OPERANDS = {"e4m3": "fp8", "e5m2": "fp8", "int8": "int8", "e2m1": "fp4"}
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model needs of one device's memory, in bytes.
+    """Memory that a model needs on one device, in bytes.
 
     Attributes:
-        memory: Of the device.
-        experts: Of all MoE layers, in the backend's layout.
+        memory: Memory of the device.
+        experts: Experts of all MoE layers, in the backend's layout.
         layers: Number of MoE layers.
-        largest: Of the layer with the most expert bytes.
+        largest: Experts of the largest layer.
         other: Everything else in the checkpoint, as stored; 0 for a layer without a checkpoint.
-        workspace: Which the layers share.
-        load_peak: Of all experts, at most while the last layer is loaded.
+        workspace: Workspace, which the layers share.
+        load_peak: Peak of all experts while the last layer is loaded.
     """
 
     memory: int
@@ -49,7 +49,7 @@ class Fit:
 
     @property
     def needed(self) -> int:
-        """The most that exists at a time, without the KV cache."""
+        """Peak memory without the KV cache."""
         return self.other + max(self.experts + self.workspace, self.load_peak)
 
     @property
@@ -57,11 +57,11 @@ class Fit:
         return self.needed <= self.memory
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready form."""
         return {**vars(self), "needed": self.needed, "fits": self.fits}
 
     def __str__(self) -> str:
-        """ "yes: 29.8 GiB of 80.0 GiB (experts 27.2 GiB …)"."""
+        """Return text such as "yes: 29.8 GiB of 80.0 GiB (experts 27.2 GiB …)"."""
         layers = f" in {self.layers} layers" if self.layers > 1 else ""
         parts = [f"experts {bytes_text(self.experts)}{layers}", f"workspace {bytes_text(self.workspace)}"]
         parts[1:1] = [f"everything else {bytes_text(self.other)}"] if self.other else []
@@ -76,16 +76,16 @@ class Fit:
 def fit_of(
     device: DeviceInfo, memories: Sequence[LayerMemory], *, other: int = 0, count: int | None = None
 ) -> Fit | None:
-    """Compare what layers need with the memory of a card.
+    """Compare the memory that layers need with the memory of a card.
 
     Args:
         device: The card, or this machine's GPU.
-        memories: Of each MoE layer, or of one of ``count`` that are alike.
+        memories: Memory of each MoE layer, or of one of ``count`` equal layers.
         other: Bytes of everything else in the checkpoint.
-        count: Number of MoE layers, default those of ``memories``.
+        count: Number of MoE layers; None for the number of ``memories``.
 
     Returns:
-        The comparison; None where the memory is unknown (CPU, an architecture instead of a card).
+        The comparison; None if the memory is unknown (a CPU, or an architecture instead of a card).
     """
     if not device.is_gpu or not device.memory or device.name == device.arch or not memories:
         return None
@@ -104,26 +104,26 @@ def fit_of(
 
 
 def other_bytes(checkpoint: Checkpoint, expert_bytes: int) -> int:
-    """Bytes of a checkpoint besides its experts.
+    """Return the bytes of a checkpoint other than its experts.
 
     Args:
-        checkpoint: The folder.
-        expert_bytes: Of the experts of all MoE layers, as stored.
+        checkpoint: The checkpoint.
+        expert_bytes: Bytes of the experts of all MoE layers, as stored.
 
     Returns:
-        The remainder of all files; 0 where experts that are not alike exceed it.
+        The remainder of all files; 0 if unequal layers make the estimate exceed it.
     """
     return max(checkpoint.nbytes - expert_bytes, 0)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time of one call on one GPU.
+    """Minimum time of one call on one GPU.
 
     Attributes:
-        tokens: Of the call.
+        tokens: Tokens of the call.
         seconds: The larger of bytes over bandwidth and operations over rate.
-        bound: Which one it is: "memory" or "products".
+        bound: The larger one: "memory" or "products".
     """
 
     tokens: int
@@ -133,21 +133,21 @@ class Floor:
 
 @dataclass(frozen=True)
 class Floors:
-    """Floors of one layer, and the figures of the card that they follow from."""
+    """Floors of one layer, and the limits of the card that they follow from."""
 
     limits: Limits
     calls: tuple[Floor, ...]
 
 
 def floors_of(report: SelectionReport, memory: LayerMemory) -> Floors | None:
-    """Floors of the experts of a layer, as ``moe bench`` computes them, from the figures of a card.
+    """Return the floors of a layer's experts from a card's figures, as in ``moe bench``.
 
     Args:
-        report: What runs the layer, and on which device.
-        memory: What its experts take.
+        report: Selection, which names the device.
+        memory: Memory of the experts.
 
     Returns:
-        The floors; None where the card's figures are unknown.
+        The floors; None if the card's figures are unknown.
     """
     card, config = card_of(report.device.name), report.config
     if card is None or config.dtype.itemsize != 2:
@@ -169,17 +169,17 @@ def floors_of(report: SelectionReport, memory: LayerMemory) -> Floors | None:
 
 
 def refusal(fit: Fit, device: str) -> str:
-    """What stderr says of a model that does not fit."""
+    """Return the message for stderr about a model that does not fit."""
     return f"moe explain: does not fit on {device}: {bytes_text(fit.needed)} of {bytes_text(fit.memory)}"
 
 
 def fit_lines(fit: Fit | None) -> list[str]:
-    """The line of the verdict."""
+    """Return the line with the verdict."""
     return [] if fit is None else _report.labelled("fits", [str(fit)])
 
 
 def total_floor(layers: Sequence[Floors]) -> dict[str, Any] | None:
-    """JSON-ready floors of calls that run all of ``layers``; None where none is known."""
+    """Return JSON-ready floors of calls that run all ``layers``; None if there are none."""
     if not layers:
         return None
     calls = [
@@ -195,7 +195,7 @@ def total_floor(layers: Sequence[Floors]) -> dict[str, Any] | None:
 
 
 def floor_lines(layers: Sequence[Floors]) -> list[str]:
-    """The line of the least time of a call.
+    """Return the line with the minimum time of a call.
 
     Args:
         layers: Floors of each layer that a call runs.

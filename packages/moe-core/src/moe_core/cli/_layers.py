@@ -1,4 +1,4 @@
-"""The layer that ``moe bench`` and ``moe tune`` time: one of a checkpoint folder, or made up by its sizes."""
+"""The layer that ``moe bench`` and ``moe tune`` time: from a checkpoint, or synthetic."""
 
 from __future__ import annotations
 
@@ -22,13 +22,22 @@ if TYPE_CHECKING:
     from moe_core.spec.weights import MoEWeights
 
 DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
-#: sets of tokens and routing that calls take turns with
+#: input sets the benchmark rotates through (defeats the L2 cache)
 INPUTS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What is measured; weights are made when they are needed."""
+    """A layer to measure; weights are made on demand.
+
+    Attributes:
+        scheme: Name of the scheme.
+        what: Description for people.
+        config: The layer.
+        weight_key: Weight format.
+        activation_key: Activation format.
+        weights: Makes the canonical weights.
+    """
 
     scheme: str
     what: str
@@ -39,7 +48,7 @@ class Layer:
 
 
 def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
-    """The layer that the arguments name: of a checkpoint folder, or by --scheme and --shape."""
+    """Return the layer that the arguments name: from a folder, or by --scheme and --shape."""
     if args.path is None:
         return _of_shape(args, device)
     from moe_core.checkpoint import Checkpoint
@@ -48,7 +57,7 @@ def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:
 
 
 def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Layer]:
-    """One of each kind among the layers of a checkpoint folder, or the one that the arguments name."""
+    """Return one layer of each kind in a checkpoint folder, or the one that the arguments name."""
     if args.path is None or args.layer is not None:
         return [the_layer(args, device)]
     from moe_core.checkpoint import Checkpoint
@@ -56,7 +65,7 @@ def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Laye
     checkpoint = Checkpoint.open(args.path)
     found: dict[object, Layer] = {}
     with progress(f"reading the names of {len(checkpoint.moe_layers)} layers"):
-        # where there are none, asking for the default says what is there instead
+        # If there are none, reading the default layer raises an error that states what is there instead.
         for index in checkpoint.moe_layers or (None,):
             layer = _of_checkpoint(args, checkpoint, device, index)
             found.setdefault(
@@ -82,7 +91,7 @@ def _of_shape(args: argparse.Namespace, device: torch.device) -> Layer:
 
     args.shape = args.shape or DEFAULT_SHAPE
     if args.scheme is None and args.quantize is None:
-        # with one scheme there is nothing to choose
+        # With a single scheme installed there is no choice to make.
         names = [scheme.name for scheme in registry().schemes()]
         if len(names) != 1:
             raise ConfigError(f"give a checkpoint folder, or --scheme; installed: {', '.join(names) or 'none'}")
@@ -101,7 +110,7 @@ def _of_shape(args: argparse.Namespace, device: torch.device) -> Layer:
 def _random_weights(
     config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, device: torch.device
 ) -> MoEWeights:
-    """A few random experts, repeated: every expert has memory of its own, and quantising takes no time."""
+    """Repeat a few random experts in separate memory, so that quantizing takes no time."""
     import torch
 
     from moe_core.reference.quantization import quantize_moe_weights
@@ -109,7 +118,7 @@ def _random_weights(
 
     if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
         raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
-    # before experts are made one by one of what will never fit
+    # Check the size before experts are made that can never fit.
     needed = sum(tensor.nbytes for _, tensor in specimen(config, weight_key, activation_key, "meta").tensors())
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else _arguments.host_memory()
@@ -123,7 +132,7 @@ def _random_weights(
 
     static: dict[str, Any] = {}
     if activation_key is not None and activation_key.is_static:
-        # both products see values of about a standard deviation of 1, which hardly ever exceed 8
+        # Inputs of both products have a standard deviation of about 1 and rarely exceed 8.
         scale = torch.full((distinct,), 8 / activation_key.dtype.max_value, device=device)
         static = {"w13_input_scale": scale, "w2_input_scale": scale.clone()}
     small = quantize_moe_weights(
@@ -144,7 +153,7 @@ def _random_weights(
 def _repeated(tensor: Tensor, which: Tensor) -> Tensor:
     import torch
 
-    # 8-bit floats have no indexing on every device; bytes have
+    # Some devices cannot index 8-bit floats, but all can index bytes.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     return raw[which].view(tensor.dtype)
 
@@ -152,9 +161,9 @@ def _repeated(tensor: Tensor, which: Tensor) -> Tensor:
 def random_call(
     config: FusedMoEConfig, count: int, device: torch.device, seed: int, *, skew: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden states, router weights, expert ids) of ``count`` tokens, made on ``device``.
+    """Return (hidden states, router weights, expert ids) of random tokens on ``device``.
 
-    Routing is uniform, or with ``skew`` as of :func:`moe_core.reference.skewed_routing.skewed`.
+    Routing is uniform, or skewed as in :func:`moe_core.reference.skewed_routing.skewed` if ``skew`` is nonzero.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured here: bytes per second, and operations per second of a dense product."""
+"""Measured limits of the machine: memory bandwidth, and operation rate of a dense product."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from moe_core.spec.quant_key import QuantKey
 
 @dataclass(frozen=True)
 class Limits:
-    """``bandwidth`` in bytes/s; ``rate`` in operations/s (a multiply-add is two), of products as ``product`` says."""
+    """Limits of a machine.
+
+    Attributes:
+        bandwidth: Bytes per second.
+        rate: Operations per second (a multiply-add counts as two).
+        product: Operand type of the products.
+    """
 
     bandwidth: float
     rate: float
     product: str
 
     def floor(self, moved_bytes: float, operations: float) -> float:
-        """Seconds that the work takes at least."""
+        """Return the minimum time of the work, in seconds."""
         return max(moved_bytes / self.bandwidth, operations / self.rate)
 
 
 def measure_limits(device: torch.device, config: FusedMoEConfig, activation_key: QuantKey | None) -> Limits:
-    """Limits of ``device`` for the layer's kind of matrix product."""
+    """Measure the limits of ``device`` for the layer's kind of matrix product."""
     eight_bit = activation_key is not None and activation_key.dtype.bits == 8
     rate, product = _rate(device, config.dtype, eight_bit)
     return Limits(_bandwidth(device), rate, product)
 
 
 def _bandwidth(device: torch.device) -> float:
-    # far more than any cache holds
+    # much larger than any cache
     elements = (1 << 28) if device.type == "cuda" else (1 << 25)
     source, target = (torch.zeros(elements, dtype=torch.float32, device=device) for _ in range(2))
     copying = measure([lambda: target.copy_(source)], device, graph=False, budget=0.3)
@@ -56,7 +62,7 @@ def _rate(device: torch.device, dtype: torch.dtype, eight_bit: bool) -> tuple[fl
             return product
 
         return _per_second(scaled, size, device), "fp8"
-    # CPUs multiply in float32; there the 16-bit types are storage
+    # CPUs multiply in float32; 16-bit types are storage only.
     wide = torch.float32 if device.type == "cpu" else dtype
     b = torch.randn(size, size, device=device).to(wide)
     return _per_second(lambda: b @ b, size, device), str(wide).removeprefix("torch.")

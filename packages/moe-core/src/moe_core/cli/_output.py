@@ -1,4 +1,4 @@
-"""What commands print: text or JSON on stdout, progress on a terminal's stderr; files and folders that they write."""
+"""Output of commands: text or JSON on stdout, progress on stderr, and files and folders."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from moe_core.errors import ConfigError, printable
 
 
 def emit(as_json: bool, data: Any, text: str) -> None:
-    """Print ``data`` as JSON, or ``text``; names in them come from files that nobody has looked at."""
+    """Print ``data`` as JSON, or ``text``.
+
+    Names in both come from untrusted files, so unprintable characters are escaped.
+    """
     if as_json:
         say(json.dumps(_finite(data), indent=2, allow_nan=False))
         return
     shown = printable(text, keep="\n")
-    # elsewhere a line stays one, for whoever searches in it
+    # Without a terminal, lines are not wrapped, so that tools can search them.
     say(folded(shown, shutil.get_terminal_size().columns) if sys.stdout is not None and sys.stdout.isatty() else shown)
 
 
 def folded(text: str, width: int) -> str:
-    """``text`` with lines of ``width`` characters at most; what goes on stands below the line's second column."""
+    """Wrap ``text`` at ``width`` characters; continuation lines align with the second column."""
     lines = []
     for line in text.split("\n"):
         label = re.match(r" *(?:\S+(?: \S+)* {2,})?(?=\S)", line)
@@ -42,7 +45,7 @@ def folded(text: str, width: int) -> str:
 
 
 def _finite(data: Any) -> Any:
-    """``data`` with None for NaN and infinities, which JSON has not."""
+    """Replace NaN and infinities with None, since JSON has neither."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -51,7 +54,10 @@ def _finite(data: Any) -> Any:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first is aligned left, the others right."""
+    """Format a table with columns as wide as their widest cell.
+
+    The first column is left-aligned, the others right-aligned.
+    """
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -62,7 +68,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None) -> None:
-    """Raise ConfigError where writing ``path`` would replace a file of a checkpoint folder, or the ``given`` input."""
+    """Refuse an output path that would replace a checkpoint's file or an input.
+
+    Args:
+        path: The output file.
+        checkpoint: The checkpoint folder, or None.
+        given: The input file, or None.
+
+    Raises:
+        ConfigError: Writing ``path`` would replace one of them.
+    """
     if not path.exists():
         return
     target = Path(os.path.realpath(path))
@@ -70,7 +85,7 @@ def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None)
         raise ConfigError(f"{path} is the input itself; it is never replaced")
     if checkpoint is None:
         return
-    # files of download caches are links to what lies outside of the folder
+    # Files of download caches are links to files outside of the folder.
     linked = {Path(os.path.realpath(file)) for file in checkpoint.iterdir()}
     if target in linked or target.is_relative_to(os.path.realpath(checkpoint)):
         raise ConfigError(f"{path} is a file of the checkpoint itself; files in its folder are never replaced")
@@ -78,10 +93,13 @@ def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None)
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """No other process is in here with the same ``path`` while it lasts: what is read of it stays until it is written.
+    """Hold an exclusive lock on ``path`` between processes, from reading it until it is written.
 
-    Waits for the others.  The lock is a file beside it, which is gone afterwards; without one where the system, or the
-    file system, has no such locks.  Raises ConfigError where that file can't be made.
+    It waits for other holders. The lock is a file next to ``path``, removed afterwards. Systems and file systems
+    without such locks proceed without one.
+
+    Raises:
+        ConfigError: The lock file cannot be made.
     """
     try:
         import fcntl
@@ -95,11 +113,11 @@ def locked(path: Path) -> Iterator[None]:
         with writing(path):
             descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
         try:
-            # some network file systems refuse
+            # Some network file systems refuse locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if not _is_at(descriptor, lock):
-                # the one before removed it: others lock the next one
+                # The previous holder removed the file, so other processes lock a new one.
                 continue
             try:
                 yield
@@ -121,7 +139,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def written_folder(path: Path) -> Iterator[None]:
-    """``path``, a new or an empty folder, while files are written into it: it is left with all of them or as it was."""
+    """Write files into a new or empty folder; on an error, remove them all.
+
+    A folder that did not exist before is removed too.
+    """
     is_new = not path.exists()
     try:
         with writing(path):
@@ -141,7 +162,7 @@ def seconds_since(start: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits and a fitting unit."""
+    """Format a time with three digits and a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -149,7 +170,7 @@ def duration(seconds: float) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """Bytes with a binary unit."""
+    """Format bytes with a binary unit."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The picture of ``moe bench``: an SVG of times and floor over token counts, both axes logarithmic."""
+"""SVG plot of ``moe bench``: times and floor over token counts, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moe_core.errors import printable
 
 WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 150, 56, 48
-#: told apart by people who see fewer colours too
+#: colors that color-blind readers can distinguish
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-#: pixels between two labels of an axis
+#: minimum distance in pixels between two labels of an axis
 CLEAR = 30
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Positions of logarithmic values between two pixels."""
+    """Map logarithmic values to pixel positions."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class _Axis:
 
     @staticmethod
     def over(values: Sequence[float], first: float, last: float) -> _Axis:
-        """With a little room on both sides."""
+        """Make an axis over the values with a margin on both sides."""
         return _Axis(min(values) / 1.15, max(values) * 1.15, first, last)
 
     def at(self, value: float) -> float:
@@ -37,7 +37,7 @@ class _Axis:
         return round(self.first + share * (self.last - self.first), 1)
 
     def clear(self, values: Sequence[float]) -> Iterator[float]:
-        """Those of ``values``, in order, whose labels do not touch."""
+        """Yield the values, in order, whose labels do not overlap."""
         before = None
         for value in values:
             if before is None or abs(self.at(value) - before) >= CLEAR:
@@ -46,7 +46,10 @@ class _Axis:
 
 
 def svg(data: dict[str, Any]) -> str:
-    """Of the data of ``moe bench``: a line for each backend, bars from the 10th to the 90th percentile, the floor."""
+    """Return the SVG of ``moe bench`` results.
+
+    It has a line per backend, bars from the 10th to the 90th percentile, and the floor.
+    """
     results = sorted(data["results"], key=lambda result: int(result["tokens"]))
     counts = list(dict.fromkeys(result["tokens"] for result in results))
     times = [t for r in results for t in (*r["seconds_p10_p90"], r["seconds"], r["floor_seconds"])]
@@ -108,5 +111,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "
 
 
 def _text(x: float, y: float, text: str, anchor: str, size: int = 12) -> str:
-    """``text`` may come from a file: what XML cannot hold is escaped."""
+    """Return a text element.
+
+    ``text`` may come from a file, so characters that are invalid in XML are escaped.
+    """
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{escape(printable(text))}</text>'

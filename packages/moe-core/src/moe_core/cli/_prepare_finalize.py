@@ -1,4 +1,4 @@
-"""What people read of the prepare/finalize classes of a layer over several ranks, and which backends go with each."""
+"""Text report on a layer's prepare/finalize classes over several ranks, with backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def verdict(found: PrepareFinalizeSelection) -> str:
-    """ "32 ranks (tp 4, ep 8, dp 32), 128 tokens each: alltoall with triton"."""
+    """Return text such as "32 ranks (tp 4, ep 8, dp 32), 128 tokens each: alltoall with triton"."""
     chosen = found.chosen
     what = "no prepare/finalize fits" if chosen is None else f"{chosen.name} with {_backend(chosen)}"
     how = "" if found.requested == "auto" else f" (asked for {found.requested})"
@@ -22,7 +22,7 @@ def verdict(found: PrepareFinalizeSelection) -> str:
 
 
 def sizes(found: PrepareFinalizeSelection) -> str:
-    """ "32 ranks (tp 4, ep 8, dp 32), 128 tokens each"."""
+    """Return text such as "32 ranks (tp 4, ep 8, dp 32), 128 tokens each"."""
     parallel = found.candidates[0].report.config.parallel
     over = f"tp {parallel.tp_size}, ep {parallel.ep_size}, dp {parallel.dp_size}"
     each = "each" if parallel.dp_size > 1 else "on all"
@@ -30,7 +30,10 @@ def sizes(found: PrepareFinalizeSelection) -> str:
 
 
 def lines(found: PrepareFinalizeSelection, *, verbose: bool) -> list[str]:
-    """The verdict, a table of the classes, and why some don't fit; ``verbose``: every pair with every reason."""
+    """Return the verdict, a table of the classes, and reasons against those that do not fit.
+
+    ``verbose`` adds every pair of class and backend with every reason.
+    """
     rows = []
     for candidate in found.candidates:
         mark = "->" if candidate is found.chosen else "ok" if candidate.fits else "no"

@@ -1,7 +1,7 @@
-"""What each rank of a layer computes, for the reference: its experts, its columns of them, the groups that these have.
+"""Shard of each rank, for the reference: its experts, its columns of them, and their groups.
 
-Activations that enter a rank's part of w2 are quantised by what this rank has of them, in groups as fine as its own.
-So ranks compute with other numbers than one that has the whole layer, and neither is the other's error.
+Activations that enter a rank's shard of w2 are quantized from the rank's columns alone, in the rank's own groups. So
+ranks compute with other numbers than a single rank with the whole layer, and neither result is wrong.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ def rank_parts(
     parallel: FusedMoEParallelConfig,
     cut: ColumnCut,
 ) -> Iterator[tuple[FusedMoEConfig, MoEWeights, Tensor]]:
-    """(config, canonical weights, expert map) of each rank that holds some of ``experts``.
+    """Yield (config, canonical weights, expert map) of each rank that holds some of the experts.
 
-    ``config`` and ``weights`` are of all columns of these, ascending global ids.  ``parallel``: of any of the ranks,
-    which hold consecutive experts; ``cut``: how they share the columns.
+    Args:
+        config: Config of the layer with these experts and all columns.
+        weights: Canonical weights of these experts with all columns.
+        experts: Global ids in ascending order.
+        parallel: Configuration of any of the ranks. Each rank holds consecutive experts.
+        cut: How ranks split the columns.
     """
     places = {expert: place for place, expert in enumerate(experts)}
     for ep_rank in range(parallel.ep_size):

@@ -1,4 +1,4 @@
-"""The processes of torchrun that run one command together: each is a rank of the layer, and the first one prints."""
+"""torchrun processes that run one command together: one per rank, and the first one prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among ``size``, and the ``device`` that it runs on; ``parallel``: its place in the layer."""
+    """This process among the ranks of a layer.
+
+    Attributes:
+        size: Number of processes.
+        rank: Rank of this process.
+        device: Device that it runs on.
+        parallel: Its position in the layer.
+    """
 
     size: int
     rank: int
@@ -40,16 +47,20 @@ class Ranks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """JSON-ready form of what the layer is spread over."""
+        """JSON-ready sizes of the parallel groups."""
         parallel = self.parallel
         return {"tp_size": parallel.tp_size, "ep_size": parallel.ep_size, "dp_size": parallel.dp_size}
 
     def choose(
         self, args: argparse.Namespace, scheme: str, config: FusedMoEConfig, cuts: Sequence[ColumnCut], tokens: int
     ) -> tuple[PrepareFinalizeSelection, PrepareFinalizeCandidate, ColumnCut]:
-        """(all prepare/finalize classes, the chosen one, the shares of columns) for ``tokens`` per rank at most.
+        """Choose a prepare/finalize class for at most ``tokens`` per rank, the same on all ranks.
 
-        All ranks come to the same.  Raises NoBackendError with the reasons where none fits.
+        Returns:
+            (selection among all classes, chosen class, column split).
+
+        Raises:
+            NoBackendError: No class fits; the message has the reasons.
         """
         found, cut = select_over_ranks(args, scheme, config, cuts, tokens, self.device)
         if found.chosen is not None:
@@ -59,7 +70,7 @@ class Ranks:
         raise NoBackendError(f"no prepare/finalize fits {self.size} ranks: {why}", asked[0].report)
 
     def groups(self, chosen: PrepareFinalizeCandidate) -> ParallelGroups:
-        """The process groups of a layer with that prepare/finalize; all ranks call it."""
+        """Create the process groups of a layer with that class; a collective call."""
         from moe_core.parallel.distributed import ParallelGroups
 
         parallel = chosen.report.config.parallel
@@ -71,7 +82,7 @@ class Ranks:
         )
 
     def slowest(self, seconds: float) -> float:
-        """The most that any rank gives; all ranks call it."""
+        """Return the largest value of all ranks; a collective call."""
         import torch
         import torch.distributed as dist
 
@@ -80,15 +91,17 @@ class Ranks:
         return float(value)
 
     def share(self, count: int) -> slice:
-        """Of ``count`` tokens those of this rank's batch."""
+        """Return the slice of ``count`` tokens that forms this rank's batch."""
         from moe_core.parallel.shard_plan import share
 
         return slice(*share(count, self.parallel.dp_size, self.parallel.dp_rank))
 
     def gathered(self, output: Tensor, *, shared_out: bool) -> Tensor:
-        """The outputs of all batches [M, K], on the CPU, one after the other; all ranks call it.
+        """Concatenate the outputs of all batches ``[M, K]`` on the CPU; a collective call.
 
-        ``shared_out``: each rank has that of a part of the tokens.
+        Args:
+            output: This rank's output, on the CPU.
+            shared_out: Whether each rank has the output of a share of the tokens.
         """
         import torch
         import torch.distributed as dist
@@ -105,11 +118,16 @@ def _closest(candidate: PrepareFinalizeCandidate) -> list[str]:
 
 @contextlib.contextmanager
 def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
-    """The ranks that the arguments and torchrun's environment say; None for one process and one rank.
+    """Yield the rank that the arguments and torchrun's environment specify.
 
-    Within it torch.distributed has a process group, and others than the first rank print nothing.
-    Raises ConfigError where there are not as many processes as ranks, and where this host's have fewer GPUs: on each
-    of them, before one waits for another.
+    Inside the context, torch.distributed has a process group, and only the first rank prints.
+
+    Yields:
+        The rank; None for a single process with a single rank.
+
+    Raises:
+        ConfigError: The number of processes differs from the number of ranks, or this host has fewer GPUs than
+            processes. Every rank raises it before it waits for another.
     """
     import torch
 
@@ -158,7 +176,7 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
 
 
 def _number(name: str) -> int | None:
-    """An integer of the environment, which torchrun sets; None where it is not there."""
+    """Return an integer from the environment as torchrun sets it; None if it is not set."""
     text = os.environ.get(name)
     if text is None:
         return None

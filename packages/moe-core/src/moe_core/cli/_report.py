@@ -1,4 +1,4 @@
-"""What people read of a selection: the verdict, and the few reasons that they can do something about."""
+"""Text report on a selection: the verdict, and the few reasons that users can act on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from moe_core.selection.memory import LayerMemory
     from moe_core.selection.report import Alternative, Candidate, SelectionReport
 
-#: backends whose reasons are shown
+#: number of backends whose reasons are shown
 MOST_SHOWN = 4
 
 
 def verdict(report: SelectionReport) -> str:
-    """ "fp8 on sm100: triton"."""
+    """Return text such as "fp8 on sm100: triton"."""
     how = "" if report.requested == "auto" else f" (asked for {report.requested})"
     return f"{report.scheme} on {report.device}: {report.chosen.backend if report.chosen else 'no backend fits'}{how}"
 
 
 def reasons(report: SelectionReport) -> list[str]:
-    """Lines below the verdict: what was chosen, what stood before it, and what would help."""
+    """Return the lines below the verdict: choice, preferred alternatives, and what would help."""
     if report.chosen is None:
         lines = labelled("closest", [line(candidate) for candidate in report.closest[:MOST_SHOWN]])
     else:
@@ -39,13 +39,13 @@ def reasons(report: SelectionReport) -> list[str]:
 
 
 def note(report: SelectionReport) -> list[str]:
-    """What the kernel's claims say in words, if anything: how it rounds, what it does not use."""
+    """Return the note of the kernel's claims, if any: how it rounds, what it does not use."""
     chosen = report.chosen
     return labelled("note", [chosen.notes] if chosen is not None and chosen.is_kernel and chosen.notes else [])
 
 
 def layer(report: SelectionReport) -> list[str]:
-    """Lines that say what was asked for."""
+    """Return lines that state the requested layer."""
     config = report.config
     local = f" (local {config.local_experts})" if config.local_experts < config.num_experts else ""
     dtype = str(config.dtype).removeprefix("torch.")
@@ -61,7 +61,7 @@ def layer(report: SelectionReport) -> list[str]:
 
 
 def memory(report: SelectionReport, told: LayerMemory) -> str:
-    """The line of what the layer takes."""
+    """Return the line on the layer's memory."""
     about = "" if told.exact else "about "
     workspace = "workspace known to its library alone"
     if told.workspace is not None:
@@ -73,13 +73,15 @@ def memory(report: SelectionReport, told: LayerMemory) -> str:
 
 
 def labelled(label: str, texts: list[str]) -> list[str]:
-    """A label before the first of some lines."""
+    """Put a label before the first line and indent the others."""
     return [f"  {label if number == 0 else '':<11}  {text}" for number, text in enumerate(texts)]
 
 
 def _preferred(report: SelectionReport) -> list[Candidate]:
-    """Backends before the chosen one that are made for such weights and such a device: an installation lacks them, or
-    the layer is not theirs."""
+    """Return backends before the chosen one that claim such weights and such a device.
+
+    They were passed over because the installation lacks them or because they do not support the layer.
+    """
     if report.requested != "auto" or report.chosen is None:
         return []
     before = report.candidates[: report.candidates.index(report.chosen)]
@@ -95,11 +97,11 @@ def _preferred(report: SelectionReport) -> list[Candidate]:
 
 
 def helps(alternative: Alternative) -> str:
-    """One thing that could be changed, how, and what would fit then."""
+    """Return one possible change, how to make it, and what would fit then."""
     how = alternative.command or alternative.argument
     return f"{alternative.change}{f' ({how})' if how else ''}: {alternative.backend} fits"
 
 
 def line(candidate: Candidate) -> str:
-    """A backend, and every reason against it."""
+    """Return a backend with every reason against it."""
     return f"{candidate.backend}: {'; '.join(candidate.reasons)}"

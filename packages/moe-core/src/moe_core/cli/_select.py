@@ -1,4 +1,4 @@
-"""What selection says of one layer, for the command's arguments."""
+"""Backend selection for one layer with a command's arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def select(
     weight_key: QuantKey | None,
     activation_key: QuantKey | None,
 ) -> tuple[SelectionReport, LayerMemory | None]:
-    """What selection says, and the memory of what it chose; None where nothing fits."""
+    """Select a backend.
+
+    Returns:
+        (report, memory of the chosen backend); the memory is None if nothing fits.
+    """
     from moe_core.selection.memory import layer_memory
     from moe_core.selection.registry import registry
 
@@ -49,7 +53,7 @@ def select(
             )
         )
     except (NoBackendError, BackendRefusedError) as error:
-        # the reasons are what was asked for
+        # The reasons are the requested output, so this is not an error.
         return error.report, None
     return selection.report, layer_memory(selection, args.tokens)
 
@@ -62,9 +66,21 @@ def select_over_ranks(
     tokens: int,
     device: torch.device | str | None,
 ) -> tuple[PrepareFinalizeSelection, ColumnCut]:
-    """What selection says of prepare/finalize for a layer over several ranks, and how these share its columns.
+    """Select prepare/finalize and the column split for a layer over several ranks.
 
-    ``config`` is a rank's, but for its columns; ``tokens`` that each rank brings.
+    Args:
+        args: Parsed arguments.
+        scheme: Name of the scheme.
+        config: Config of a rank, apart from its columns.
+        cuts: Possible column splits.
+        tokens: Tokens per rank.
+        device: Device of the rank; None for this machine's.
+
+    Returns:
+        (selection, column split).
+
+    Raises:
+        ConfigError: An activation format was requested.
     """
     from moe_core.parallel.distributed.machine import Machine
     from moe_core.parallel.shard_plan import plain_cut
@@ -79,7 +95,7 @@ def select_over_ranks(
     oracle = registry().oracle(scheme)
     backend = args.backend or "auto"
     try:
-        # how tokens travel does not change how columns are shared
+        # Token movement does not affect the column split.
         alone = replace(config, parallel=replace(config.parallel, dp_size=1, dp_rank=0))
         cut, _ = select_cut(oracle, alone, cuts, moe_backend=backend, device=device)
     except SelectionError:

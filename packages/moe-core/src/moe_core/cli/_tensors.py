@@ -1,4 +1,4 @@
-"""``--input`` and ``--output`` of ``moe run``."""
+"""``--input`` and ``--output`` files of ``moe run``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, eq=False)
 class LayerInput:
-    """``hidden_states`` [M, K], and either the top-k pair [M, k] or ``router_logits`` [M, E]; on the CPU.
+    """Input of a layer, on the CPU.
 
-    ``origin`` of logits: "given" in the file, by the "checkpoint" itself, or "random".
+    Either ``topk_weights`` and ``topk_ids``, or ``router_logits``, are present.
+
+    Attributes:
+        hidden_states: ``[M, K]``.
+        router_logits: ``[M, E]``.
+        topk_weights: ``[M, k]``.
+        topk_ids: ``[M, k]``.
+        origin: Origin of the logits: "given" in the file, computed by the "checkpoint", or "random".
     """
 
     hidden_states: Tensor
@@ -32,10 +39,19 @@ class LayerInput:
 
 
 def read_input(path: Path, config: FusedMoEConfig, *, finite: bool = False) -> LayerInput:
-    """Read and check an input file; the top-k pair wins over logits.  CheckpointError, TensorError.
+    """Read and check an input file; top-k tensors take precedence over logits.
 
-    Router weights must be finite, logits numbers or -inf, which leaves an expert out: routing would hide another value.
-    ``finite``: hidden states must be finite too, since the output shall be compared.
+    Router weights must be finite. Logits must be numbers, or -inf to exclude an expert; routing would hide other
+    values.
+
+    Args:
+        path: The safetensors file.
+        config: The layer.
+        finite: Whether hidden states must be finite too, because the output is compared.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+        TensorError: A tensor is missing or invalid.
     """
     file = SafetensorsFile(path)
 
@@ -80,14 +96,14 @@ def read_input(path: Path, config: FusedMoEConfig, *, finite: bool = False) -> L
 
 
 def write_output(path: Path, output: Tensor) -> None:
-    """``output`` [M, K] as float32, whole or not at all."""
+    """Write ``output`` ``[M, K]`` as float32, atomically."""
     from safetensors.torch import save
 
     write_whole(path, save({"output": output.float().contiguous().cpu()}))
 
 
 def _refuse(path: Path, name: str, values: Tensor, bad: Tensor, expected: str) -> None:
-    """TensorError that names the first of ``values`` [M, n] that is ``bad``."""
+    """Raise TensorError for the first of ``values`` ``[M, n]`` that is ``bad``, if any."""
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
         raise TensorError(

@@ -1,4 +1,4 @@
-"""Timing of calls that run for microseconds to seconds, on the host or a GPU: many calls, rotating inputs, medians."""
+"""Timing of calls from microseconds to seconds on a host or GPU: rotating inputs, medians."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
-#: seconds that one measurement may take, and the number of calls that it consists of
+#: seconds of one measurement, and the smallest and largest number of its calls
 BUDGET, FEWEST, MOST = 1.0, 10, 200
-#: calls of a CUDA graph at least where they are short: one by itself is timed with the gap that its launch leaves
+#: minimum number of calls in a CUDA graph if each is shorter than SHORT seconds; a single call would be timed with its
+#: launch gap
 IN_GRAPH, SHORT = 8, 1e-3
-#: a round of calls this much faster than all before it says that the next may be faster still
+#: if a round of calls is faster than the best one so far by this factor, the next may be faster still
 FASTER = 0.95
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: the median, and the 10th and 90th percentile."""
+    """Seconds per call: median, 10th and 90th percentile."""
 
     median: float
     low: float
@@ -40,13 +41,22 @@ def measure(
     budget: float = BUDGET,
     slowest: Callable[[float], float] = _alone,
 ) -> Timing:
-    """Time ``calls`` in turn: the same work on different inputs, so that none finds its own in a cache.
+    """Time ``calls`` in turn: the same work on different inputs, to defeat caches.
 
-    On a GPU all of them are one CUDA graph where ``graph``, short ones again and again up to `IN_GRAPH`, and events
-    time its replays; without a graph they time each call; elsewhere the host's clock does.  Before, calls are made
-    until they get no faster, so that no figure is that of a first call: caches, clocks, threads.
+    On a GPU with ``graph``, all calls form one CUDA graph, and events time its replays. Short calls are repeated in it,
+    at least `IN_GRAPH` in total. Without a graph, events time each call. Elsewhere the host's clock is used. Warm-up
+    calls run until they get no faster, so no figure includes cold caches, clocks or threads.
 
-    Ranks whose calls wait for each other give ``slowest``, the most that any of them has: all make as many calls.
+    Args:
+        calls: The calls.
+        device: Device that they run on.
+        graph: Whether to capture a CUDA graph.
+        budget: Seconds that the measurement may take.
+        slowest: For ranks whose calls wait for each other: returns the largest value of any rank, so that all make the
+            same number of calls.
+
+    Returns:
+        The timing.
     """
     for call in calls:
         call()
@@ -65,7 +75,7 @@ def _warm_times(
     budget: float,
     slowest: Callable[[float], float],
 ) -> list[float]:
-    """Seconds of each of many calls, after rounds of calls until one is no faster, or the budget is spent."""
+    """Return the seconds of each call, after warm-up until a round is no faster or time is up."""
     best, end = slowest(statistics.median(timed(launches))), time.perf_counter() + budget
     while True:
         now = slowest(statistics.median(timed(launches)))
@@ -99,7 +109,7 @@ def _measure_cuda(
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """All ``calls`` as one launch."""
+    """Capture all ``calls`` as one launch."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from moe_core.kernels.tuning.limits import Plan
     from moe_core.selection.report import Selection
 
-#: seconds of replays that a configuration is timed by
+#: seconds of replays per configuration
 BUDGET = 0.03
-#: of the built-in plan's result, by norm: roundings of 8-bit activations may differ by a few per cent, a kernel that
-#: computes something else is off by all of it
+#: allowed error relative to the norm of the built-in plan's result: rounding of 8-bit activations may differ by a few
+#: per cent, while a wrong kernel is off by 100 %
 WRONG = 0.1
 
 
 class LayerOnGpu:
-    """See :class:`moe_core.kernels.tuning.search.Rig`."""
+    """Implementation of :class:`moe_core.kernels.tuning.search.Rig`."""
 
     def __init__(self, layer: Layer, selection: Selection, device: torch.device, most: int) -> None:
-        # without what an earlier profile says
+        # Ignore an earlier tuning profile.
         self.selection = replace(selection, report=replace(selection.report, tuning=None))
         self.config, self.device = layer.config, device
         experts = Oracle.make_experts(self.selection)
@@ -69,7 +69,7 @@ class LayerOnGpu:
         with current(self.device):
             found = [self._launches(*trial) if fits else [] for trial, fits in zip(trials, compiles, strict=True)]
             wanted = distinct(one for launches in found for one in launches)
-            # what was compiled is found in Triton's cache on disk
+            # The pool's results are in Triton's disk cache.
             kernels = compile_in_threads(wanted, ignore_errors=True)
             fails = {one.compiled_for() for one, kernel in zip(wanted, kernels, strict=True) if not _loads(kernel)}
         return [bool(launches) and not any(one.compiled_for() in fails for one in launches) for launches in found]
@@ -81,7 +81,7 @@ class LayerOnGpu:
             if not self._is_right(tokens, calls[0]()):
                 return float("inf")
             return measure(calls, self.device, graph=True, budget=BUDGET).median
-        except Exception:  # whatever a compiler or a launch raises: the next configuration may work
+        except Exception:  # A compiler or a launch may raise anything; the next configuration may work.
             return float("inf")
 
     def _is_right(self, tokens: int, found: Tensor) -> bool:
@@ -92,14 +92,14 @@ class LayerOnGpu:
         return bool((found.float() - expected).norm() <= WRONG * expected.norm())
 
     def _launches(self, tokens: int, plan: Plan) -> list[Launch]:
-        """What a call launches; nothing where no kernel has such tiles."""
+        """Return the launches of a call; empty if no kernel has such tiles."""
         try:
             return list(call_launches(self._kernel(plan), tokens))
-        except Exception:  # whatever host code raises on the way to a launch
+        except Exception:  # Host code before a launch may raise anything.
             return []
 
     def _kernel(self, plan: Plan | None) -> FusedMoEKernel:
-        """A kernel of its own, which has recorded no launches of other plans."""
+        """Return a separate kernel, which has recorded no launches of other plans."""
         experts = Oracle.make_experts(self.selection)
         if plan is not None:
             experts.tuned = Tuned((TunedRange(1, 2**31 - 1, plan),))  # type: ignore[attr-defined]
@@ -112,8 +112,8 @@ class LayerOnGpu:
 
 
 def _loads(kernel: object) -> bool:
-    """Whether a compiled kernel has what it needs on the GPU: shared memory, registers."""
+    """Whether a compiled kernel fits the GPU's shared memory and registers."""
     try:
         return kernel is not None and kernel.run is not None  # type: ignore[attr-defined]
-    except Exception:  # Triton's OutOfResources, or the driver's error
+    except Exception:  # Triton raises OutOfResources, or the driver an error.
         return False

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, under one name and with one meaning."""
+"""Arguments that several commands take, with the same name and meaning."""
 
 from __future__ import annotations
 
@@ -10,38 +10,66 @@ from typing import Any
 from moe_core.cli.parser import one_of, path, seed, whole
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: of those that run something
+#: help text for commands that run something
 DEVICE = "cpu, cuda, cuda:1 … (default: cuda if there is a GPU)"
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """DIR, as ``path``."""
+    """Add DIR, as ``path``.
+
+    Args:
+        parser: The command's parser.
+        optional: Whether DIR may be omitted.
+    """
     text = "checkpoint folder" if optional else "checkpoint folder: config.json and safetensors"
     parser.add_argument("path", metavar="DIR", type=path, nargs="?" if optional else None, help=text)
 
 
 def add_tokens(parser: argparse.ArgumentParser, default: int, text: str) -> None:
-    """``--tokens M``."""
+    """Add ``--tokens M``.
+
+    Args:
+        parser: The command's parser.
+        default: Default number of tokens.
+        text: Help text.
+    """
     parser.add_argument("--tokens", type=whole, default=default, metavar="M", help=text)
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """``--backend B``."""
+    """Add ``--backend B``.
+
+    Args:
+        parser: The command's parser.
+    """
     parser.add_argument("--backend", default="auto", metavar="B", help="a backend by name (default: auto)")
 
 
 def add_device(parser: argparse.ArgumentParser, text: str = DEVICE) -> None:
-    """``--device D``: a name, or None."""
+    """Add ``--device D``: a name, or None.
+
+    Args:
+        parser: The command's parser.
+        text: Help text.
+    """
     parser.add_argument("--device", metavar="D", help=text)
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
-    """``--quantize NAME``."""
+    """Add ``--quantize NAME``.
+
+    Args:
+        parser: The command's parser.
+    """
     parser.add_argument("--quantize", metavar="NAME", help="quantise 16-bit experts at load, e.g. fp8_per_channel")
 
 
 def add_activation_key(parser: argparse.ArgumentParser) -> None:
-    """``--activation-key NAME``."""
+    """Add ``--activation-key NAME``.
+
+    Args:
+        parser: The command's parser.
+    """
     parser.add_argument(
         "--activation-key",
         metavar="NAME",
@@ -50,18 +78,32 @@ def add_activation_key(parser: argparse.ArgumentParser) -> None:
 
 
 def add_seed(parser: argparse.ArgumentParser, text: str) -> None:
-    """``--seed N``."""
+    """Add ``--seed N``.
+
+    Args:
+        parser: The command's parser.
+        text: Help text.
+    """
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
 
 
 def add_scheme(parser: Any, text: str) -> None:
-    """``--scheme S``; entry points are looked up, not loaded."""
+    """Add ``--scheme S``; completion lists entry points without loading them.
+
+    Args:
+        parser: The command's parser, or a group of it.
+        text: Help text.
+    """
     action = parser.add_argument("--scheme", metavar="S", help=text)
     action.completer = lambda **_: sorted(importlib.metadata.entry_points(group="moe_core.schemes").names)
 
 
 def add_dtype(parser: Any) -> None:
-    """``--dtype``: a name of torch's."""
+    """Add ``--dtype``: a torch dtype by name.
+
+    Args:
+        parser: The command's parser, or a group of it.
+    """
     names = (*DTYPES, *DTYPES.values())
     named = one_of(*names)
 
@@ -75,7 +117,14 @@ def add_dtype(parser: Any) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser, title: str) -> None:
-    """How a layer is spread over ranks: ``--tp``, ``--ep``, ``--dp``, ``--all2all``."""
+    """Add the options that spread a layer over ranks.
+
+    They are ``--tp``, ``--ep``, ``--dp``, ``--all2all`` and ``--machine``.
+
+    Args:
+        parser: The command's parser.
+        title: Title of the group in the help.
+    """
     group = parser.add_argument_group(title)
     group.add_argument("--tp", type=whole, metavar="N", help="tensor-parallel ranks: columns are cut (default: 1)")
     group.add_argument("--ep", type=whole, metavar="N", help="expert-parallel ranks: experts are spread")
@@ -87,6 +136,15 @@ def add_ranks(parser: argparse.ArgumentParser, title: str) -> None:
 
 
 def add_choice(parser: Any, name: str, default: str, names: Sequence[str], metavar: str, text: str) -> None:
-    """One of ``names``."""
+    """Add an option with a fixed set of values.
+
+    Args:
+        parser: The command's parser, or a group of it.
+        name: Name of the option.
+        default: Default value.
+        names: Accepted values.
+        metavar: Name of the value in the help.
+        text: Help text.
+    """
     action = parser.add_argument(name, type=one_of(*names), default=default, metavar=metavar, help=text)
     action.completer = lambda **_: names

@@ -1,4 +1,4 @@
-"""Checks of arguments that need no torch: they run, and refuse, before it is imported."""
+"""Checks of arguments that need no torch: they refuse arguments before it is imported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LARGEST_SIZE = 2**24
 
 
 class RefusedError(ValueError):
-    """An argument that a command refuses: what is wrong, the value found, what is expected."""
+    """A refused argument: what is wrong, the value found and what is expected."""
 
 
 def check_tokens(count: int, *, least: int = 1) -> None:
-    """Refuse a number of tokens that no machine holds.
+    """Refuse a number of tokens that is out of range.
 
     Args:
         count: Value of ``--tokens``.
@@ -36,7 +36,7 @@ def token_counts(text: str) -> list[int]:
     """Parse ``--tokens M,M,…``.
 
     Args:
-        text: Positive integers, separated by commas, each once.
+        text: Distinct positive integers, separated by commas.
 
     Returns:
         The integers, in the given order.
@@ -61,13 +61,13 @@ def names_of(device: str | None) -> list[str]:
     """Parse ``--device A,B``.
 
     Args:
-        device: Names with commas between; None: this machine's device.
+        device: Names separated by commas; None for this machine's device.
 
     Returns:
-        The names; [] for this machine's device.
+        The names; empty for this machine's device.
 
     Raises:
-        RefusedError: A name is empty, or given twice.
+        RefusedError: A name is empty or repeated.
     """
     if device is None:
         return []
@@ -108,7 +108,7 @@ def check_positive(args: argparse.Namespace, **units: str) -> None:
 
     Args:
         args: Parsed arguments; an option that is None was not given.
-        **units: What each option counts, by its name.
+        **units: Unit of each option, by its name.
 
     Raises:
         RefusedError: An option is zero, negative, infinite or NaN.
@@ -127,7 +127,7 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
         **least: Smallest value of each option, by its name.
 
     Raises:
-        RefusedError: An option is smaller.
+        RefusedError: An option is below its minimum.
     """
     for name, smallest in least.items():
         value = getattr(args, name)
@@ -136,19 +136,19 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
 
 
 def check_folder(args: argparse.Namespace) -> None:
-    """Find the checkpoint folder ``args.path``, which may be a model's name on the Hugging Face Hub.
+    """Find the checkpoint folder ``args.path``, which may name a model on the Hugging Face Hub.
 
-    A name that is no path becomes the folder in the Hub's local cache.  Nothing is downloaded.
+    A name that is not a path is replaced by the folder in the Hub's local cache. Nothing is downloaded.
 
     Args:
         args: Parsed arguments; ``path`` None was not given.
 
     Raises:
-        RefusedError: There is no such folder, nor a cached model of that name.
+        RefusedError: There is neither such a folder nor a cached model of that name.
     """
     path = args.path
     if path is None or _may_exist(path):
-        # the checkpoint's reader says what a folder or file holds instead of a checkpoint
+        # The checkpoint reader reports a folder or file that is not a checkpoint.
         return
     name = path.as_posix()
     if not hub.is_name(name):
@@ -182,15 +182,15 @@ def check_file(args: argparse.Namespace, option: str) -> None:
 
 
 def _may_exist(path: Path) -> bool:
-    """Whether there is a file or folder, or the system can't tell: whoever reads it then names the reason."""
+    """Whether a path exists, or the system cannot tell; then the reader reports the reason."""
     try:
         return path.exists()
-    except OSError:  # a name that is too long, a folder that may not be searched
+    except OSError:  # A name may be too long, or a folder may not be searchable.
         return True
 
 
 def check_origin(args: argparse.Namespace) -> None:
-    """Refuse options of a checkpoint folder without one, and a described layer next to one.
+    """Refuse options that need a checkpoint folder without one, and a described layer with one.
 
     Args:
         args: Parsed arguments.

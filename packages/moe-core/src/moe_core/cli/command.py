@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """One command; its name is the entry point's.
+    """One command; its name is the name of the entry point.
 
-    - ``summary``: what it shows, in some words, for the list of commands; ``description``: what else its help says
-    - ``arguments``: adds them to the command's parser.  ``-v``/``--verbose`` and ``--json`` are every command's
-    - ``run``: "module:function", imported when the command runs; takes the arguments, returns the exit code
-    - ``check``: refuses arguments (:class:`moe_core.cli.checks.RefusedError`) before anything slow is imported
+    Attributes:
+        summary: A few words on what it shows, for the list of commands.
+        arguments: Adds its arguments to its parser. Every command has ``-v``/``--verbose`` and ``--json``.
+        run: "module:function", imported when the command runs. It takes the parsed arguments and returns the exit code.
+        description: Further help text.
+        check: Refuses arguments (:class:`moe_core.cli.checks.RefusedError`) before anything slow is imported.
     """
 
     summary: str

@@ -1,6 +1,7 @@
-"""The commands of ``moe``, one module each: ``run(arguments)`` returns the exit code.
+"""Execution of a command, and its errors as one paragraph.
 
-:mod:`moe_core.cli.main` reads the arguments and calls :func:`execute`.
+Each command is a module whose ``run(arguments)`` returns the exit code. :mod:`moe_core.cli.main` reads the arguments
+and calls :func:`execute`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,27 @@ from moe_core.plugins.faults import Raised, attempt, printing_aside
 
 __all__ = ["execute", "paragraph"]
 
-#: warnings for users; ``doctor`` lists what they say
+#: warnings for users; ``doctor`` lists their content itself
 _TOLD = (PluginWarning, FallbackWarning)
 
-#: what torch says, as a plain RuntimeError, where a host's memory is too small
+#: texts of a plain RuntimeError that torch raises if host memory is too small
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command.
+
+    Args:
+        arguments: Parsed arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RegistryError: The package of the command does not work.
+    """
     with printing_aside(), warnings.catch_warnings():
-        # commands say it themselves, where it matters
+        # Commands report these conditions themselves where they matter.
         warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", FallbackWarning)
         warnings.showwarning = _warn
@@ -44,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _loaded(command: str, path: str) -> Callable[[argparse.Namespace], int]:
-    """What runs a command; RegistryError where the package that brings it does not work."""
+    """Return the function that runs a command; RegistryError if its package does not work."""
     package = path.partition(".")[0]
     with progress(f"loading {package}") if package not in sys.modules else contextlib.nullcontext():
         found: Any = attempt(lambda: imported(path))
@@ -56,7 +67,7 @@ def _loaded(command: str, path: str) -> Callable[[argparse.Namespace], int]:
 def _show(
     usual: Callable[..., None], command: str, message: Warning | str, category: type[Warning], *where: Any, **more: Any
 ) -> None:
-    """A warning that is for users, in one line; others as Python shows them."""
+    """Show a warning for users in one line, and others as Python does."""
     if issubclass(category, _TOLD):
         print(f"moe {command}: warning: {printable(str(message))}", file=sys.stderr)
     else:
@@ -64,12 +75,20 @@ def _show(
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    """A warning as a line, without the place in the code."""
+    """Show a warning as one line, without its place in the code."""
     complain(printable(f"moe: warning: {message}"))
 
 
 def paragraph(error: Exception, *, verbose: bool = False) -> str:
-    """What went wrong, for people; ``verbose``: with all that was tried on the way."""
+    """Format an error for people.
+
+    Args:
+        error: The error.
+        verbose: Whether to include everything that was tried.
+
+    Returns:
+        The text, with unprintable characters escaped.
+    """
     return printable(_paragraph(error, verbose), keep="\n")
 
 
@@ -98,7 +117,7 @@ def _paragraph(error: Exception, verbose: bool) -> str:
 
 
 def _raised_by(error: Exception) -> str | None:
-    """The package whose code raised ``error``, None for packages of this project."""
+    """Return the package whose code raised ``error``; None for packages of this project."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = modules[-1].partition(".")[0] if modules else ""
     return None if not package or package.startswith("moe_") else package

@@ -1,4 +1,4 @@
-"""What the commands take.  Nothing here imports torch."""
+"""Arguments of the commands. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from moe_core.cli.parser import Paragraphs, Parser, meant, path, seconds, shown,
 _ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
 FORMATS = ("standard", "batched")
-#: of a layer that is timed where nothing else is said: moe_core.cli._layers.DEFAULT_SHAPE
+#: default shape of a timed layer; equals moe_core.cli._layers.DEFAULT_SHAPE
 TIMED_SHAPE = "128,8,2048,768"
 
 _RUN = """\
@@ -96,14 +96,21 @@ taken nor how numbers are rounded."""
 
 
 def build() -> argparse.ArgumentParser:
-    """The parser of all commands, those of other packages too."""
+    """Return the parser of all commands, including those of other packages."""
     return _build(installed.names())[0]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of one command, and as ``run`` what it calls.
+    """Parse the arguments of one command.
 
-    SystemExit, after a line on stderr, for what no command takes.
+    Args:
+        argv: Arguments; None for those of the process.
+
+    Returns:
+        The parsed arguments; ``run`` names the function to call.
+
+    Raises:
+        SystemExit: Help was requested, or the arguments are invalid. Then stderr has one line.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     command = next((text for text in given if not text.startswith("-")), None)
@@ -123,19 +130,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _unknown(command: str) -> str:
-    """What to say of a command that does not work, or is not there."""
+    """Return the message about a command that does not work or does not exist."""
     if command in installed.names():
         return str(installed.load(command))
     package = installed.KNOWN.get(command)
     if package is not None:
-        from moe_core.plugins.install import how_to_install  # waits for torch, where nothing else can be done
+        # Importing it takes as long as torch, but nothing else can be done here.
+        from moe_core.plugins.install import how_to_install
 
         return f"{command!r} is a command of {package}, which is not installed; add it with: {how_to_install(package)}"
     return f"unknown command {shown(command)}{meant(command, (*COMMANDS, *installed.names()))}"
 
 
 def _build(others: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of this package's commands and of ``others`` that work."""
+    """Return the parser, and the parsers of own commands and of working ``others``."""
     loaded = {name: installed.load(name) for name in others}
     known = _COMMANDS | {name: found for name, found in loaded.items() if isinstance(found, Command)}
     lines = {name: command.summary for name, command in known.items()}
@@ -150,7 +158,7 @@ def _build(others: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of moe-core and exit")
     commands = parser.add_subparsers(prog="moe", dest="command", required=True, metavar="COMMAND")
-    # the list above says more than argparse's
+    # The list above is more informative than argparse's.
     parser._action_groups = [group for group in parser._action_groups if commands not in group._group_actions]
     built = {}
     for name, known_command in known.items():
@@ -213,7 +221,7 @@ def _backends(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    """No arguments of its own."""
+    """Add nothing: the command has no specific arguments."""
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -337,7 +345,7 @@ _COMMANDS = dict(
     )
 )
 
-#: the commands of this package
+#: commands of this package
 COMMANDS = installed.OWN
 
 
@@ -358,7 +366,7 @@ def _of_checkpoint(parser: argparse.ArgumentParser, activation: str = "by model_
 
 
 def _shape(parser: argparse.ArgumentParser, default: str = "") -> None:
-    """A layer without a checkpoint, and what none says."""
+    """Add options for a layer without a checkpoint, and options that no checkpoint states."""
     add_choice(
         parser, "--activation-format", "standard", FORMATS, "|".join(FORMATS), "layout of the tokens that experts get"
     )
@@ -369,7 +377,10 @@ def _shape(parser: argparse.ArgumentParser, default: str = "") -> None:
 
 
 def _made_up(parser: argparse.ArgumentParser, default: str = "") -> None:
-    """A layer by its numbers; ``default``: its sizes, where the command has some."""
+    """Add options that describe a layer by its sizes.
+
+    ``default`` states the sizes that the command uses, if any.
+    """
     group = parser.add_argument_group("a layer without a checkpoint")
     add_scheme(group, "quantisation scheme, e.g. fp8")
     sizes = "experts, experts per token, hidden and intermediate size"

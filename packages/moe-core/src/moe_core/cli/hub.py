@@ -9,17 +9,24 @@ import os
 import re
 from pathlib import Path
 
-#: a repository on the Hub: owner/name
+#: name of a repository on the Hub: owner/name
 _NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` reads like the name of a model on the Hub."""
+    """Whether ``text`` looks like the name of a model on the Hub.
+
+    Args:
+        text: Possible name.
+
+    Returns:
+        True for "owner/name".
+    """
     return _NAME.fullmatch(text) is not None and not text.startswith("-")
 
 
 def cache() -> Path:
-    """The cache's folder, by the environment variables that huggingface_hub reads."""
+    """Return the cache folder, from the environment variables that huggingface_hub reads."""
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if named:
         return _expanded(named)
@@ -30,13 +37,15 @@ def cache() -> Path:
 
 
 def snapshot(name: str) -> Path | None:
-    """The folder of a cached model: revision ``main``, else the newest one with a config.json; None if there is none.
+    """Return the folder of a cached model, or None.
+
+    It is the revision ``main``, or else the newest revision with a config.json.
 
     Args:
         name: "owner/name".
 
     Returns:
-        The snapshot's folder, which has a config.json.
+        The snapshot's folder, which has a config.json; None if there is none.
     """
     try:
         model = cache() / f"models--{name.replace('/', '--')}"
@@ -48,7 +57,7 @@ def snapshot(name: str) -> Path | None:
         stated = [folder for folder in folders if folder.name == revision]
         return stated[0] if stated else max(folders, key=lambda folder: folder.stat().st_mtime)
     except (OSError, UnicodeDecodeError):
-        # a cache that can't be read has no model
+        # A cache that cannot be read has no models.
         return None
 
 

@@ -1,7 +1,9 @@
-"""Commands of other packages: the entry points ``NAME = "module:COMMAND"`` in the group ``moe_core.commands``.
+"""Commands of other packages.
 
-The module holds a :class:`~moe_core.cli.command.Command` and imports nothing that takes long, torch least of
-all: help and completion load it.  One that does not work is left out, and everything else works.
+They are entry points ``NAME = "module:COMMAND"`` in the group ``moe_core.commands``.
+
+The module holds a :class:`~moe_core.cli.command.Command`. It must not import anything slow, least of all torch, because
+help and completion load it. A command that does not work is omitted, and everything else works.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ from moe_core.cli.command import Command
 
 GROUP = "moe_core.commands"
 
-#: commands of moe-core, whose names nobody else's take
+#: commands of moe-core, whose names are reserved
 OWN = ("quickstart", "run", "explain", "backends", "doctor", "bench", "tune")
 
-#: commands that packages of this project bring, for who asks for one that is not installed
+#: commands of other packages of this project, for users who ask for one that is not installed
 KNOWN = {"generate": "moe-transformers", "perplexity": "moe-transformers"}
 
 
 @dataclass(frozen=True)
 class CommandFault:
-    """A command that was left out: its ``name``, the distribution (``origin``) that brings it, the ``reason``."""
+    """A command that was omitted.
+
+    Attributes:
+        name: Name of the command.
+        origin: Distribution that brings it.
+        reason: Why it was omitted.
+    """
 
     name: str
     origin: str
@@ -34,12 +42,19 @@ class CommandFault:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the commands that other packages bring; loads none of them."""
+    """Return the names of the commands of other packages without loading them."""
     return tuple(sorted({point.name for point in _points()} - set(OWN)))
 
 
 def load(name: str) -> Command | CommandFault:
-    """The command of that name, one of :func:`names`."""
+    """Load a command.
+
+    Args:
+        name: One of :func:`names`.
+
+    Returns:
+        The command, or the reason why it does not work.
+    """
     points = list({(point.value, _owner(point)): point for point in _points() if point.name == name}.values())
     first = points[0]
     if len(points) > 1:
@@ -54,7 +69,7 @@ def load(name: str) -> Command | CommandFault:
 
 
 def faults() -> tuple[CommandFault, ...]:
-    """Everything that is left out; loads all commands."""
+    """Load all commands and return those that are omitted."""
     taken = [
         CommandFault(point.name, _owner(point), "the name is moe-core's") for point in _points() if point.name in OWN
     ]
@@ -65,7 +80,7 @@ def faults() -> tuple[CommandFault, ...]:
 def _points() -> tuple[EntryPoint, ...]:
     try:
         return tuple(importlib.metadata.entry_points(group=GROUP))
-    except Exception:  # one distribution's unreadable list; `moe doctor` names it
+    except Exception:  # The metadata of one distribution may be unreadable; `moe doctor` names it.
         return ()
 
 

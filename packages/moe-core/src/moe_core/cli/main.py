@@ -1,4 +1,4 @@
-"""`moe` from its arguments to the exit code."""
+"""Entry point of `moe`: from arguments to the exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from moe_core.cli.terminal import console, signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.  SystemExit for help and for arguments that are refused."""
+    """Run one command.
+
+    Args:
+        argv: Arguments; None for those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: Help was requested, or the arguments were refused.
+    """
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     with signals.ending_quietly() as ending:
@@ -53,7 +63,7 @@ def _execute(command: str, arguments: object, ending: signals.Ending) -> int:
 
 
 def _complete() -> None:
-    """Answer a shell that asks what may come next, and end."""
+    """Answer a shell's completion request and exit."""
     try:
         import argcomplete
     except ImportError:

@@ -1,4 +1,4 @@
-"""An argument parser whose refusals are one line, and name what was probably meant."""
+"""Argument parser whose errors are one line with a suggestion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_core.cli.terminal.console import complain
 
 
 class Paragraphs(argparse.HelpFormatter):
-    """Wraps paragraphs to the terminal's width; lines that start with spaces stay as they are."""
+    """Formatter that wraps paragraphs to the terminal's width and keeps indented lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = (p if p.startswith(" ") or "\n  " in p else textwrap.fill(p, width) for p in text.split("\n\n"))
@@ -21,14 +21,21 @@ class Paragraphs(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors go to stderr without the usage; exit code 2."""
+    """Parser that prints errors to stderr without the usage and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         complain(f"{self.prog}: {message} ({self.prog} --help)")
         raise SystemExit(2)
 
     def refuse(self, extras: list[str]) -> NoReturn:
-        """Refuse arguments that no command has."""
+        """Refuse unknown arguments.
+
+        Args:
+            extras: Arguments that the command does not take.
+
+        Raises:
+            SystemExit: Always.
+        """
         first = extras[0]
         if not first.startswith("-"):
             self.error(f"unexpected argument {shown(first)}")
@@ -37,18 +44,43 @@ class Parser(argparse.ArgumentParser):
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean --tokens?", or nothing where no known one is close."""
+    """Return a suggestion such as "; did you mean --tokens?", or "" if no known name is close.
+
+    Args:
+        name: The unknown name.
+        known: Known names.
+
+    Returns:
+        The suggestion.
+    """
     close = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def shown(text: str) -> str:
-    """An argument as an error quotes it."""
+    """Quote an argument for an error, shortened if it is long.
+
+    Args:
+        text: The argument.
+
+    Returns:
+        Its quoted form.
+    """
     return repr(text if len(text) <= 80 else f"{text[:60]}…")
 
 
 def whole(text: str) -> int:
-    """An integer of an argument."""
+    """Parse an integer.
+
+    Args:
+        text: The argument.
+
+    Returns:
+        The integer.
+
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is not an integer.
+    """
     try:
         return int(text)
     except ValueError:
@@ -56,7 +88,17 @@ def whole(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """A seed that torch accepts."""
+    """Parse a seed.
+
+    Args:
+        text: The argument.
+
+    Returns:
+        An integer that torch accepts as a seed.
+
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is not such an integer.
+    """
     number = whole(text)
     if not -(2**63) <= number < 2**64:
         raise argparse.ArgumentTypeError(f"expected an integer from {-(2**63)} to {2**64 - 1}, got {shown(text)}")
@@ -64,14 +106,34 @@ def seed(text: str) -> int:
 
 
 def path(text: str) -> Path:
-    """A path of an argument; an empty one would be the folder that the command is called in."""
+    """Parse a path; an empty one is refused, since it would mean the current folder.
+
+    Args:
+        text: The argument.
+
+    Returns:
+        The path.
+
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is empty.
+    """
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return Path(text)
 
 
 def seconds(text: str) -> float:
-    """A number of an argument."""
+    """Parse a number.
+
+    Args:
+        text: The argument.
+
+    Returns:
+        The number.
+
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is not a number.
+    """
     try:
         return float(text)
     except ValueError:
@@ -79,7 +141,14 @@ def seconds(text: str) -> float:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A name of an argument, of a few."""
+    """Make a parser for one of a few names, in any case.
+
+    Args:
+        *names: Accepted values in lower case.
+
+    Returns:
+        A function that returns the name in lower case or raises argparse.ArgumentTypeError.
+    """
 
     def choose(text: str) -> str:
         if text.lower() in names:

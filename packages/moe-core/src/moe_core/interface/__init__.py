@@ -1,1 +1,1 @@
-"""What plug-ins implement: experts, claims, prepare/finalize, checkpoint formats, the order of backends."""
+"""Plug-in interfaces: experts, claims, prepare/finalize, checkpoint formats, backend order."""

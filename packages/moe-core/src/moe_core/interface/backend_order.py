@@ -1,4 +1,4 @@
-"""Where backends of other packages stand among a scheme's own."""
+"""Position of third-party backends in a scheme's order of preference."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from moe_core.errors import ConfigError
 
 T = TypeVar("T")
 
-#: in place of names: every backend that the scheme itself brings
+#: Placeholder for every backend that the scheme itself provides.
 EVERY = "*"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a backend in the order of preference: ``before`` and ``after`` backends of these names.
+    """Position of a backend in the order of preference, relative to other backends.
 
-    ``"*"`` stands for all of the scheme's own.  A backend that says nothing stands after the scheme's kernels and
-    before its last resort, the torch backend, which always fits.  Claims decide the rest: the first that fits is taken.
+    ``"*"`` stands for all of the scheme's own backends. By default a backend follows the scheme's kernels and
+    precedes the last resort, the torch backend, which supports every request. Of the backends whose claims cover the
+    request, the first is selected.
+
+    Attributes:
+        before: Names of backends that this one precedes.
+        after: Names of backends that this one follows.
     """
 
     before: tuple[str, ...] = ()
@@ -33,7 +38,7 @@ class Placement:
 
     @property
     def names(self) -> set[str]:
-        """Every backend that is named."""
+        """Names of all backends that the placement refers to."""
         return {*self.before, *self.after} - {EVERY}
 
     def __str__(self) -> str:
@@ -49,21 +54,32 @@ def arrange(
     placement_of: Callable[[T], Placement],
     last_resort: str,
 ) -> tuple[tuple[T, ...], dict[str, str]]:
-    """(``own`` with ``added`` in their places, what could not be honoured by the name of the added one).
+    """Insert third-party backends into a scheme's order of preference.
 
-    ``own`` keeps its order.  A name that nobody has is passed over, since it may be that of a package which is not
-    installed; a place that cannot be (before one backend and after a later one, or in a circle of added ones) is given
-    up for the place of those that say nothing.
+    ``own`` keeps its order. Unknown names are skipped, because they may belong to a package that is not installed. A
+    placement that cannot be satisfied falls back to the default position. That is the case if it is before one
+    backend and after a later one, or part of a cycle of third-party backends.
+
+    Args:
+        own: The scheme's own backends in order.
+        added: Third-party backends.
+        name_of: Returns the name of a backend.
+        placement_of: Returns the placement of a backend.
+        last_resort: Name of the backend that third-party backends precede by default.
+
+    Returns:
+        All backends in order; and, by name of the added backend, a note if its placement could not be honored
+        completely.
     """
     rows, notes = list(own), {}
     mine = [name_of(row) for row in own]
     known = {*mine, *map(name_of, added)}
-    # those that say nothing first: others may name them
+    # Backends with the default placement come first, because others may refer to them.
     waiting = sorted(added, key=lambda row: (placement_of(row) != Placement(), name_of(row)))
     while waiting:
         left = {name_of(row) for row in waiting}
         ready = [row for row in waiting if not left & placement_of(row).names - {name_of(row)}]
-        # in a circle each waits for another: the first breaks it
+        # In a cycle, each backend waits for another: the first one breaks the cycle.
         row = (ready or waiting)[0]
         waiting.remove(row)
         name, placement = name_of(row), placement_of(row)

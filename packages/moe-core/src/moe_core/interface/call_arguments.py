@@ -1,6 +1,6 @@
-"""What a call of a fused MoE kernel may be given: tensors of the layer's shapes, dtypes and device, without gradients.
+"""Checks of the arguments of a fused MoE call: shapes, dtypes, devices, no gradients.
 
-Every call asks, so a good argument costs a few attribute reads.
+Every call runs them, so a valid argument costs only a few attribute reads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from moe_core.spec.lora import LoRAWeights
 from moe_core.spec.routing import LOGIT_DTYPES
 
 ID_DTYPES = (torch.int32, torch.int64)
-#: router weights; those in 16 bits become float32, which is exact
+#: Dtypes of router weights; 16-bit ones are converted to float32, which is exact.
 ROUTER_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """TensorError for a tensor that requires grad, to be called in grad mode: nothing here computes gradients."""
+    """Reject tensors that require grad, because the experts compute no gradients.
+
+    Call this in grad mode only.
+
+    Args:
+        **tensors: Tensors by argument name.
+
+    Raises:
+        TensorError: A tensor requires grad.
+    """
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise TensorError(
@@ -33,7 +42,16 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 
 
 def check_width(hidden_states: Tensor, config: FusedMoEConfig, leading: str = "M") -> None:
-    """TensorError unless ``hidden_states`` is [M, K] (``leading`` "...": of any rank from 1)."""
+    """Check that ``hidden_states`` is [M, K].
+
+    Args:
+        hidden_states: The tensor.
+        config: Configuration of the layer.
+        leading: "M"; "..." allows any number of leading dimensions.
+
+    Raises:
+        TensorError: The shape is wrong.
+    """
     check_tensor("hidden_states", hidden_states)
     shape = hidden_states.shape
     if not (shape and shape[-1] == config.hidden_size and (leading == "..." or len(shape) == 2)):
@@ -44,13 +62,22 @@ def check_width(hidden_states: Tensor, config: FusedMoEConfig, leading: str = "M
 
 
 def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: torch.device) -> None:
-    """``hidden_states`` [M, K] in the layer's dtype, where its weights are; columns contiguous, any row stride."""
+    """Check shape, dtype, device and strides of the hidden states.
+
+    Args:
+        hidden_states: [M, K] in the layer's dtype, with contiguous columns and any row stride.
+        config: Configuration of the layer.
+        device: Device of the layer's weights.
+
+    Raises:
+        TensorError: A property is wrong.
+    """
     check_width(hidden_states, config)
     check_dtype("hidden_states", hidden_states, (config.dtype,))
     if hidden_states.device != device:
         raise TensorError(f"hidden_states is on {hidden_states.device}, the layer's weights are on {device}")
     check_sign("hidden_states", hidden_states)
-    # without tokens strides mean nothing: numpy's are (0, 0)
+    # Without tokens, strides are meaningless: numpy uses (0, 0).
     if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1 and hidden_states.shape[0]:
         raise TensorError(
             f"hidden_states has strides {hidden_states.stride()}, expected contiguous columns (any row stride)"
@@ -58,7 +85,17 @@ def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: t
 
 
 def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig, rows: int | None = None) -> None:
-    """``output`` [``rows``, K] (default: M), contiguous, beside checked hidden states, in memory of its own."""
+    """Check the output tensor against hidden states that are already checked.
+
+    Args:
+        output: [``rows``, K], contiguous, not overlapping the hidden states.
+        hidden_states: [M, K].
+        config: Configuration of the layer.
+        rows: Number of rows; default: M.
+
+    Raises:
+        TensorError: A property is wrong.
+    """
     check_shape("output", output, (hidden_states.shape[0] if rows is None else rows, config.hidden_size))
     check_dtype("output", output, (config.dtype,))
     check_beside(hidden_states, "output", output)
@@ -69,14 +106,26 @@ def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig, 
 
 
 def _overlap(output: Tensor, x: Tensor) -> bool:
-    """Whether the bytes of ``output`` [M, K], contiguous, meet those from the first to the last element of ``x``."""
+    """Whether ``output`` overlaps the memory range of ``x``.
+
+    ``output`` [M, K] is contiguous; the range of ``x`` spans from its first to its last element.
+    """
     a, b = output.data_ptr(), x.data_ptr()
     b_end = b + ((x.shape[0] - 1) * x.stride(0) + x.shape[1]) * x.element_size()
     return a < b_end and b < a + output.nbytes
 
 
 def check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
-    """A ``tensor`` where the hidden states are, which can be read there as it is."""
+    """Check that a tensor is on the device of the hidden states, with its negative bit clear.
+
+    Args:
+        hidden_states: The hidden states.
+        name: Name of the tensor, for the message.
+        tensor: The tensor to check.
+
+    Raises:
+        TensorError: A property is wrong.
+    """
     check_sign(name, tensor)
     if tensor.device != hidden_states.device:
         raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
@@ -91,14 +140,23 @@ def check_routing(
     *,
     mapped: bool = False,
 ) -> None:
-    """``topk_weights`` and ``topk_ids`` [M, k], and the expert map, beside checked hidden states.
+    """Check router weights, expert ids and expert map against checked hidden states.
 
-    ``mapped``: no map is needed, since what moves the tokens knows where experts are.
+    Args:
+        hidden_states: [M, K].
+        topk_weights: [M, k].
+        topk_ids: [M, k].
+        expert_map: [E] int32, or None.
+        config: Configuration of the layer.
+        mapped: No map is needed, because the prepare/finalize class knows where experts are.
+
+    Raises:
+        TensorError: A tensor does not fit or the map is missing.
     """
     shape = (hidden_states.shape[0], config.top_k)
     check_shape("topk_weights", topk_weights, shape)
     check_shape("topk_ids", topk_ids, shape)
-    # both are [M, k], so only the dtypes tell a swap
+    # Both are [M, k], so only the dtypes reveal swapped arguments.
     check_dtype("topk_weights", topk_weights, ROUTER_WEIGHT_DTYPES)
     check_dtype("topk_ids", topk_ids, ID_DTYPES)
     check_beside(hidden_states, "topk_weights", topk_weights)
@@ -108,10 +166,15 @@ def check_routing(
 
 
 def check_routing_values(topk_weights: Tensor, topk_ids: Tensor, config: FusedMoEConfig) -> None:
-    """Expert ids from -1 to E - 1, and router weights that are numbers where there is one.  Waits for the device.
+    """Check the values of expert ids and router weights; waits for the device.
+
+    Args:
+        topk_weights: [M, k], not NaN where there is an expert.
+        topk_ids: [M, k], from -1 (no expert) to E - 1.
+        config: Configuration of the layer.
 
     Raises:
-        TensorError: Some are not, with how many and the first one.
+        TensorError: Values are invalid; the message has their number and the first one.
     """
     last = config.num_experts - 1
     refuse_values(
@@ -121,7 +184,19 @@ def check_routing_values(topk_weights: Tensor, topk_ids: Tensor, config: FusedMo
 
 
 def refuse_values(name: str, tensor: Tensor, wrong: Tensor, expected: str) -> None:
-    """TensorError where an element of ``tensor`` is ``wrong``; not under CUDA-graph capture, which knows no values."""
+    """Raise TensorError if an element of ``tensor`` is wrong.
+
+    Skipped under CUDA-graph capture and for meta tensors, where values are not available.
+
+    Args:
+        name: Name of the tensor, for the message.
+        tensor: The tensor.
+        wrong: Bool mask of the invalid elements.
+        expected: Description of valid values, for the message.
+
+    Raises:
+        TensorError: An element is wrong.
+    """
     if tensor.is_meta or (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
     found = wrong.nonzero().tolist()
@@ -140,7 +215,18 @@ def check_logits(
     expert_map: Tensor | None,
     config: FusedMoEConfig,
 ) -> None:
-    """``router_logits`` [M, E], ``correction_bias`` [E], and the expert map, beside checked hidden states."""
+    """Check router logits, correction bias and expert map against checked hidden states.
+
+    Args:
+        hidden_states: [M, K].
+        router_logits: [M, E].
+        correction_bias: [E], or None.
+        expert_map: [E] int32, or None.
+        config: Configuration of the layer.
+
+    Raises:
+        TensorError: A tensor does not fit or the map is missing.
+    """
     check_shape("router_logits", router_logits, (hidden_states.shape[0], config.num_experts))
     check_dtype("router_logits", router_logits, LOGIT_DTYPES)
     check_beside(hidden_states, "router_logits", router_logits)
@@ -152,7 +238,16 @@ def check_logits(
 
 
 def check_map(hidden_states: Tensor, expert_map: Tensor | None, config: FusedMoEConfig) -> None:
-    """``expert_map`` [E] int32, there where this rank holds only some experts."""
+    """Check the expert map, which is required if this rank holds only some experts.
+
+    Args:
+        hidden_states: [M, K], already checked.
+        expert_map: [E] int32, or None.
+        config: Configuration of the layer.
+
+    Raises:
+        TensorError: The map does not fit or is missing.
+    """
     if expert_map is not None:
         check_shape("expert_map", expert_map, (config.num_experts,))
         check_dtype("expert_map", expert_map, (torch.int32,))
@@ -165,7 +260,17 @@ def check_map(hidden_states: Tensor, expert_map: Tensor | None, config: FusedMoE
 
 
 def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRAWeights | None) -> None:
-    """``adapter_ids`` [M] int32, only where the layer has adapters."""
+    """Check adapter ids, which are valid only if the layer has adapters.
+
+    Args:
+        hidden_states: [M, K], already checked.
+        adapter_ids: [M] int32, or None.
+        lora: Adapters of the layer, or None.
+
+    Raises:
+        ConfigError: There are ids but no adapters.
+        TensorError: The ids do not fit.
+    """
     if adapter_ids is None:
         return
     if lora is None:
@@ -176,7 +281,14 @@ def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRA
 
 
 def check_counts(tokens_per_rank: Sequence[int]) -> None:
-    """``tokens_per_rank``: integers of 0 or more."""
+    """Check that the token counts per rank are integers of 0 or more.
+
+    Args:
+        tokens_per_rank: Number of tokens of each rank.
+
+    Raises:
+        TensorError: They are not.
+    """
     try:
         fewest = min(map(operator.index, tokens_per_rank), default=-1)
     except TypeError:

@@ -1,9 +1,9 @@
-"""Checkpoint formats: what an adapter implements.
+"""Interface of checkpoint format adapters.
 
-An adapter knows one way of storing quantised experts.  It looks at a layer once (:meth:`CheckpointFormat.resolve`),
-and says how the layer lies, as an :class:`ExpertLayout` that loads it, or why the layer is not of its format.  What is
-loaded are the scheme's canonical weights; an adapter never meets a backend.  It decides from the tensors as much as
-from config.json, since tools write configs that don't fit their own files.
+An adapter knows one way of storing quantized experts. It examines a layer once (:meth:`CheckpointFormat.resolve`) and
+returns either an :class:`ExpertLayout` that can load it, or the reason why the layer is not in its format. Loading
+produces the scheme's canonical weights; adapters do not depend on backends. An adapter decides from the tensors as
+much as from config.json, because some tools write configs that do not match their files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ExpertLayout(ABC):
-    """How one layer's experts lie in a checkpoint, as a format found it out.
+    """How one layer's experts are stored in a checkpoint, as detected by a format.
 
-    - ``layer``: the tensors
-    - ``weight_key``, ``activation_key``: what the canonical weights and the activations are, None for 16 bits
+    Attributes:
+        layer: The tensors.
+        weight_key: Quantization key of the canonical weights; None for 16 bits.
+        activation_key: Quantization key of the activations; None for 16 bits.
     """
 
     layer: LayerExperts
@@ -37,20 +39,40 @@ class ExpertLayout(ABC):
 
     @abstractmethod
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
-        """Canonical weights of ``experts`` (global ids, in this order) on ``device``.
+        """Load the canonical weights of some experts.
 
         Tensors are allocated once and filled expert by expert, so that no second copy of the layer exists.
-        Raises CheckpointError with the name of the tensor for anything that doesn't fit ``config``.
+
+        Args:
+            config: Configuration of the layer.
+            experts: Global expert ids, in the order of the result.
+            device: Device of the weights.
+
+        Returns:
+            The weights.
+
+        Raises:
+            CheckpointError: A tensor does not fit ``config``; the message names it.
         """
 
     def check_fits(self, config: FusedMoEConfig, *, experts: Sequence[int]) -> None:  # noqa: B027 (optional)
-        """Raise CheckpointError where :meth:`load` would for a name, shape or dtype; reads headers, small tensors."""
+        """Raise the errors of :meth:`load` for names, shapes and dtypes, without loading.
+
+        Reads headers and small tensors only.
+
+        Args:
+            config: Configuration of the layer.
+            experts: Global expert ids.
+
+        Raises:
+            CheckpointError: A tensor does not fit ``config``.
+        """
 
     @property
     def column_unit(self) -> int | None:
-        """Columns of the intermediate size that must be read together; None where all of them must be.
+        """Number of columns of the intermediate size that must be read together.
 
-        Where it is a number, :meth:`load_columns` reads those of a tensor-parallel rank alone.
+        None if all of them must be. Otherwise :meth:`load_columns` can read the columns of one tensor-parallel rank.
         """
         return None
 
@@ -63,9 +85,20 @@ class ExpertLayout(ABC):
         experts: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> MoEWeights:
-        """:meth:`load` of the columns ``begin`` to ``end`` of the intermediate size; ``config`` is the whole layer's.
+        """Load a range of columns of the intermediate size, like :meth:`load`.
 
-        Both are multiples of :attr:`column_unit`, or ``end`` is the intermediate size.
+        Args:
+            config: Configuration of the whole layer.
+            begin: First column, a multiple of :attr:`column_unit`.
+            end: End of the range: a multiple of :attr:`column_unit`, or the intermediate size.
+            experts: Global expert ids, in the order of the result.
+            device: Device of the weights.
+
+        Returns:
+            The weights.
+
+        Raises:
+            CheckpointError: A tensor does not fit ``config``.
         """
         raise NotImplementedError
 
@@ -73,9 +106,13 @@ class ExpertLayout(ABC):
 class CheckpointFormat(ABC):
     """One checkpoint format of a scheme.
 
-    ``name`` for people ("fp8 block"); ``quant_methods`` that it may read: where some format names the checkpoint's
-    method, only those that do say why they don't read it.  A format that another package adds to a scheme states the
-    ``format_api`` that it was written for; a scheme's own are covered by the scheme's.
+    A format that another package adds to a scheme also declares the ``format_api`` that it was written for. A
+    scheme's own formats use the version of the scheme.
+
+    Attributes:
+        name: Name for users ("fp8 block").
+        quant_methods: ``quant_method`` values that the format may read. If some format lists the checkpoint's method,
+            only the formats that list it report why they cannot read the layer.
     """
 
     name: ClassVar[str]
@@ -83,10 +120,19 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertLayout | str:
-        """How the layer lies, or in one clause why its tensors are not of this format.
+        """Detect how a layer is stored.
 
-        Looks at names, shapes, dtypes and ``quantization`` (what the folder's JSON files say), and reads no data but
-        small tensors that say how others lie.  Tensors that are of this format but broken belong to it:
-        :meth:`ExpertLayout.load` says what is wrong with them.
-        A CheckpointError stands where no other format reads the layer; any other exception leaves the format out.
+        The method looks at names, shapes, dtypes and ``quantization``. It reads no data except small tensors that
+        describe how others are stored. Tensors in this format that are malformed still belong to it:
+        :meth:`ExpertLayout.load` reports what is wrong.
+
+        Args:
+            quantization: Quantization settings from the folder's JSON files.
+            layer: Tensors of the layer's experts.
+
+        Returns:
+            The layout; or, in one clause, why the tensors are not in this format.
+
+        Raises:
+            CheckpointError: Reported if no other format reads the layer. Any other exception disables the format.
         """

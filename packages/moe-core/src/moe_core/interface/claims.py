@@ -1,7 +1,6 @@
-"""What an experts class can do, as data.
+"""Declarative description of what an experts class supports.
 
-From the same declaration come the selection, the table that ``moe backends``
-prints, and the cases of the conformance kit.
+Backend selection, the table of ``moe backends`` and the test cases of the conformance kit are all derived from it.
 """
 
 from __future__ import annotations
@@ -26,31 +25,66 @@ NON_GATED = frozenset(a for a in MoEActivation if not a.is_gated)
 
 
 def expand_key(claim: KeyClaim) -> tuple[QuantKey | None, ...]:
-    """Every key that a claim covers."""
+    """List every key that a claim covers.
+
+    Args:
+        claim: A key, a pattern, or None for 16 bits.
+
+    Returns:
+        The keys.
+    """
     return claim.expand() if isinstance(claim, KeyPattern) else (claim,)
 
 
 def key_matches(claim: KeyClaim, key: QuantKey | None) -> bool:
-    """Whether a claimed key or pattern covers ``key`` (None: not quantised)."""
+    """Whether a claimed key or pattern covers ``key``.
+
+    Args:
+        claim: The claimed key or pattern.
+        key: The requested key; None: not quantized.
+
+    Returns:
+        True if it does.
+    """
     if isinstance(claim, KeyPattern):
         return key is not None and claim.matches(key)
     return claim == key
 
 
 def dtype_reason(dtype: torch.dtype, taken: frozenset[torch.dtype]) -> str:
-    """The reason against hidden states in ``dtype`` where only those of ``taken`` are."""
+    """Build the reason against hidden states in ``dtype``.
+
+    Args:
+        dtype: The requested dtype.
+        taken: The supported dtypes.
+
+    Returns:
+        The reason.
+    """
     name, *names = (str(d).removeprefix("torch.") for d in (dtype, *sorted(taken, key=str)))
     return f"does not take hidden states in {name}, takes {' or '.join(names)}"
 
 
 def claim_name(claim: KeyClaim) -> str:
-    """A claimed key by its name, a pattern with all of its choices; "16-bit" for None."""
+    """Name a claimed key, or a pattern with all of its choices; "16-bit" for None.
+
+    Args:
+        claim: The claimed key or pattern.
+
+    Returns:
+        The name.
+    """
     return str(claim) if isinstance(claim, KeyPattern) else key_name(claim)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Hardware on which a conformance run passed for some of the claimed pairs of keys only."""
+    """Hardware on which the conformance kit passed for only some of the claimed key pairs.
+
+    Attributes:
+        hardware: Name of the hardware.
+        keys: The (weight, activation) pairs that were run.
+    """
 
     hardware: str
     keys: tuple[tuple[KeyClaim, KeyClaim], ...]
@@ -60,7 +94,7 @@ class Verified:
         return f"{self.hardware} for {pairs}"
 
 
-#: what the fields of claims that hold several things hold
+#: Item types of the fields that are collections.
 _ITEMS: dict[str, tuple[type, ...]] = {
     "devices": (DeviceRange,),
     "keys": (tuple,),
@@ -78,35 +112,43 @@ _KEYS = (QuantKey, KeyPattern, type(None))
 
 @dataclass(frozen=True)
 class Claims:
-    """The declaration of one experts class.
+    """Declaration of what one experts class supports.
 
-    - ``devices``: it runs on any of these
-    - ``keys``: (weight, activation) pairs; activation None: 16-bit activations
-    - ``activations``; ``activation_limit``: whether a clamp limit is honoured beyond an activation's own default, or
-      the activations of which it is
-    - ``dtypes`` of hidden states and output
-    - ``bias``, ``expert_map``, ``apply_router_weight_on_input``, ``lora``, ``batch_invariant``
-    - ``formats``: activation formats
-    - ``routing_methods``: for monolithic experts, those they compute; None for modular ones
-    - ``hidden_multiple``, ``intermediate_multiple``: sizes must divide by these; with ``whole_groups`` also by the
-      number of columns that share a scale of the weights
-    - ``max_top_k``, ``max_experts``: 0 for no limit
-    - ``cuda_graph``: may be captured; ``expects_unquantized_inputs``: quantises activations itself,
-      so prepare must not
-    - ``takes_quantized``: hidden states may be quantised before they come, where each token has scales of its own, so
-      that they travel in half the bytes (see :attr:`moe_core.interface.experts.FusedMoEExperts.takes_quantized`)
-    - ``reduces``: the experts apply the router weights and sum over top-k themselves
-    - ``all2all``: names of the all-to-all backends that it works behind; None for all
-    - ``rounds_products``: products are rounded to the dtype before their biases are added, so that more than a rounding
-      of the sum is lost where the two cancel
-    - ``rounds_scales``: scales of groups of columns that have more bits than the dtype are rounded to it before they
-      multiply
-    - ``keeps_nan``: a token of which a value is NaN has a result of NaN, and no other token has; so too an infinity,
-      where the scales of activations are found at run time (a static scale saturates it)
-    - ``allocates``: a library inside takes memory from torch's allocator on every call
-    - ``requires``: what must be installed
-    - ``verified_on``: hardware on which its conformance run passed, for all keys or (:class:`Verified`) for some;
-      everything else was at most compiled
+    Attributes:
+        devices: Supported devices; any of these ranges.
+        keys: (weight, activation) pairs; activation None: 16-bit activations.
+        activations: Supported activations.
+        dtypes: Dtypes of hidden states and output.
+        activation_limit: Whether a clamp limit other than the activation's default is supported, or the activations
+            for which it is.
+        bias: Biases are supported.
+        expert_map: An expert map (expert parallelism) is supported.
+        apply_router_weight_on_input: Router weights on the input are supported.
+        lora: LoRA adapters are supported.
+        batch_invariant: Results do not depend on the other tokens of the batch.
+        formats: Supported activation formats.
+        routing_methods: Routing methods of monolithic experts; None for modular ones.
+        hidden_multiple: The hidden size must be a multiple of this.
+        intermediate_multiple: The intermediate size must be a multiple of this.
+        whole_groups: Both sizes must also be multiples of the number of columns that share a weight scale.
+        max_top_k: Largest top-k; 0 for no limit.
+        max_experts: Largest number of local experts; 0 for no limit.
+        cuda_graph: Calls may be captured in CUDA graphs.
+        expects_unquantized_inputs: The experts quantize activations themselves, so prepare must not.
+        takes_quantized: Hidden states may arrive quantized if each token has separate scales, so that dispatch moves
+            half the bytes (see :attr:`moe_core.interface.experts.FusedMoEExperts.takes_quantized`).
+        reduces: The experts apply the router weights and sum over top-k themselves.
+        all2all: Names of supported all-to-all backends; None for all.
+        rounds_products: Products are rounded to the dtype before the bias is added. Where the two cancel, more than
+            one rounding of the sum is lost.
+        rounds_scales: Group scales with more bits than the dtype are rounded to it before the multiplication.
+        keeps_nan: A token with a NaN value has a NaN result, and no other token has. The same holds for Inf if
+            activation scales are dynamic; a static scale saturates it.
+        allocates: A library allocates from torch's allocator on every call.
+        requires: Required software.
+        verified_on: Hardware on which the conformance kit passed, for all keys or (:class:`Verified`) for some.
+            Everything else was at most compiled.
+        notes: Remarks for users.
     """
 
     devices: tuple[DeviceRange, ...]
@@ -159,12 +201,27 @@ class Claims:
             raise ConfigError("claims must name at least one device, key pair, activation, dtype and activation format")
 
     def limits(self, activation: MoEActivation) -> bool:
-        """Whether a clamp limit of one's own is honoured with ``activation``."""
+        """Whether a custom clamp limit is supported with an activation.
+
+        Args:
+            activation: The activation.
+
+        Returns:
+            True if it is.
+        """
         limited = self.activation_limit
         return limited if isinstance(limited, bool) else activation in limited
 
     def verified_for(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> tuple[str, ...]:
-        """Hardware on which this pair of keys was run."""
+        """List the hardware on which a pair of keys was verified.
+
+        Args:
+            weight_key: Quantization key of the weights.
+            activation_key: Quantization key of the activations.
+
+        Returns:
+            Names of the hardware.
+        """
         return tuple(
             item if isinstance(item, str) else item.hardware
             for item in self.verified_on
@@ -180,9 +237,20 @@ class Claims:
         device: DeviceInfo,
         environment: Environment,
     ) -> list[str]:
-        """Every reason why the claims do not cover the request; empty if they do.
+        """List every reason why the claims do not cover a request.
 
-        Raises ConfigError for a key with two levels of scales, claimed or not.
+        Args:
+            config: Configuration of the layer.
+            weight_key: Quantization key of the weights; None: 16 bits.
+            activation_key: Quantization key of the activations; None: 16 bits.
+            device: The device.
+            environment: Installed software.
+
+        Returns:
+            The reasons; empty if the request is covered.
+
+        Raises:
+            ConfigError: A key has two levels of scales.
         """
         check_one_level(weight_key, "weight_key")
         check_one_level(activation_key, "activation_key")
@@ -201,7 +269,14 @@ class Claims:
         return reasons
 
     def multiples(self, weight_key: QuantKey | None) -> tuple[int, int]:
-        """What hidden and intermediate size must divide by, with weights of ``weight_key``."""
+        """Compute the required divisors of hidden and intermediate size.
+
+        Args:
+            weight_key: Quantization key of the weights.
+
+        Returns:
+            The two divisors.
+        """
         group = self._group(weight_key)
         return math.lcm(self.hidden_multiple, group), math.lcm(self.intermediate_multiple, group)
 
@@ -209,7 +284,15 @@ class Claims:
         return 1 if weight_key is None or not self.whole_groups else max(weight_key.group_size, 1)
 
     def takes_keys(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Whether these weights and activations are claimed together."""
+        """Whether a pair of keys is claimed.
+
+        Args:
+            weight_key: Quantization key of the weights.
+            activation_key: Quantization key of the activations.
+
+        Returns:
+            True if it is.
+        """
         return any(key_matches(w, weight_key) and key_matches(a, activation_key) for w, a in self.keys)
 
     def _key_reasons(self, weight_key: QuantKey | None, activation_key: QuantKey | None) -> list[str]:

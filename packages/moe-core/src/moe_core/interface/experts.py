@@ -1,23 +1,24 @@
-"""The interface that every backend implements: the expert computation of a fused MoE.
+"""Interface of every backend: the expert computation of a fused MoE layer.
 
-A backend is one subclass in one file: what it claims, how it lays out weights, the
-workspace it needs, and ``apply``.  Two kinds exist:
+A backend is one subclass in one file. It defines the claims, the weight layout, the workspace and ``apply``. There
+are two kinds:
 
-- *modular* experts get ``topk_weights`` and ``topk_ids``; something else routes.
-- *monolithic* experts get router logits and route by themselves, by the configured method.
+- *Modular* experts get ``topk_weights`` and ``topk_ids``; routing happens elsewhere.
+- *Monolithic* experts get router logits and do the routing themselves, by the configured method.
 
 The contract of both:
 
-- ``claims`` is the whole truth about support; what the claims cannot express goes into
-  :meth:`FusedMoEExperts.extra_reasons`.  Nothing else decides whether a backend is taken.
-- :meth:`FusedMoEExperts.convert` is pure: canonical weights in, kernel weights out, the input untouched.
-- ``apply`` writes every element of ``output``, allocates nothing that :meth:`FusedMoEExperts.workspaces` could
-  have named, doesn't synchronise with the host, and doesn't depend on what output or workspace held before.  Classes
-  that are driven by the host (``cuda_graph=False``) may allocate and synchronise.
-- ``config.apply_router_weight_on_input``: in the standard format the experts weight x (or, the same but for rounding,
-  the first product before its bias) instead of their result; in the batched format prepare has done it.
-- An id that is negative, at least E, or mapped outside 0..E_local-1 (-1 by convention) selects no expert: it
-  contributes nothing, and no memory outside the weights is touched.
+- ``claims`` describes the support completely. Whatever claims cannot express goes into
+  :meth:`FusedMoEExperts.extra_reasons`. Nothing else decides whether a backend is eligible.
+- :meth:`FusedMoEExperts.convert` is pure: it maps canonical weights to kernel weights and does not modify its input.
+- ``apply`` writes every element of ``output``, and allocates nothing that :meth:`FusedMoEExperts.workspaces` could
+  have declared. It does not synchronize with the host, and does not depend on previous contents of output or
+  workspace. Host-driven classes (``cuda_graph=False``) may allocate and synchronize.
+- With ``config.apply_router_weight_on_input``, experts of the standard format multiply x by the router weight instead
+  of their result. Multiplying the first product before its bias is equivalent except for rounding. In the batched
+  format prepare has already done it.
+- An id that is negative, at least E, or mapped outside 0..E_local-1 (-1 by convention) selects no expert. It
+  contributes nothing and causes no access outside the weights.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ from moe_core.spec.workspace import WorkspaceSpec
 
 @dataclass(frozen=True, eq=False)
 class ExpertTokensMetadata:
-    """How many tokens the local experts have, where prepare knows it.
+    """Token counts of the local experts, as far as prepare knows them.
 
-    - ``expert_num_tokens`` [E_local] int32: the rows in use of each; always given in the batched format
-    - ``mean``: of all local experts, expected or known on the host, where a call's tokens were chosen because they have
-      an expert here, so that these have more than tokens and top-k say; kernels are chosen by it
+    Attributes:
+        expert_num_tokens: [E_local] int32, number of valid rows per expert; always present in the batched format.
+        mean: Mean number of tokens per local expert, expected or known on the host. Set if a call's tokens were
+            selected because they have an expert here; the experts then have more tokens than M and top-k imply.
+            Kernel selection uses it.
     """
 
     expert_num_tokens: Tensor | None = None
@@ -55,33 +58,50 @@ class ExpertTokensMetadata:
 
     @staticmethod
     def rows_in_use(given: ExpertTokensMetadata | None) -> Tensor:
-        """``expert_num_tokens`` of a call in the batched format.  Raises TensorError where they are missing."""
+        """Return ``expert_num_tokens`` of a call in the batched format.
+
+        Args:
+            given: Metadata of the call, or None.
+
+        Returns:
+            [E_local] int32.
+
+        Raises:
+            TensorError: The counts are missing.
+        """
         if given is None or given.expert_num_tokens is None:
             raise TensorError("expert_tokens is missing: the batched format needs the rows in use per expert")
         return given.expert_num_tokens
 
 
 class FusedMoEExperts(ABC):
-    """Base of modular and monolithic experts; see the module docstring.
+    """Base class of modular and monolithic experts; see the module docstring.
 
-    An instance belongs to one layer on one kind of device; it holds configuration, no weights.  Making one touches no
-    device, so that weights can be converted for a GPU that is not here.
+    An instance belongs to one layer on one kind of device and holds configuration, but no weights. Its creation does
+    not access a device, so weights can be converted for a GPU that is not present.
+
+    Args:
+        config: Configuration of the layer.
+        weight_key: Quantization key of the weights; None: 16 bits.
+        activation_key: Quantization key of the activations; None: 16 bits.
+        device: Target device; default: the current one.
     """
 
     claims: ClassVar[Claims]
     is_monolithic: ClassVar[bool] = False
-    #: where a backend of another package stands among the scheme's own
+    #: Position of a third-party backend among the scheme's own.
     placement: ClassVar[Placement] = Placement()
-    #: ``apply`` does nothing on the device but launch kernels through `moe_core.kernels.launch.launch.launch`, with
-    #: arguments that follow from the layer and from the shapes, strides and addresses of its tensors (see
-    #: `moe_core.kernels.launch.replay`)
+    #: Recordable: on the device, ``apply`` only launches kernels through `moe_core.kernels.launch.launch.launch`.
+    #: Their arguments follow from the layer and from the shapes, strides and addresses of its tensors (see
+    #: `moe_core.kernels.launch.replay`).
     launches_only: ClassVar[bool] = False
 
     @property
     def launch_key(self) -> Hashable | None:
-        """What decides the launches of ``apply`` beside the tensors of a call and where the weights lie; None: unknown.
+        """Everything that determines the launches of ``apply`` apart from tensors; None: unknown.
 
-        With ``launches_only``, layers of equal keys whose weights lie alike share what was recorded of their launches.
+        The tensors are those of the call and the memory layout of the weights. With ``launches_only``, layers that
+        have equal keys and the same weight layout share their recorded launches.
         """
         return None
 
@@ -102,11 +122,11 @@ class FusedMoEExperts(ABC):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether :meth:`apply` of this layer takes hidden states that are quantised already, with their scales.
+        """Whether :meth:`apply` of this layer accepts hidden states that are already quantized.
 
-        They are where the claims say so, the activation key gives each token scales of its own
-        (:attr:`moe_core.QuantKey.is_token_wise`), and nothing is to be done to tokens before they are quantised (LoRA,
-        a router weight on the input, factors of the input's columns).
+        That requires the claim, an activation key with separate scales per token
+        (:attr:`moe_core.QuantKey.is_token_wise`), and no processing of tokens before quantization (LoRA, a router
+        weight on the input, factors of the input's columns).
         """
         key, config = self.activation_key, self.config
         return (
@@ -125,7 +145,17 @@ class FusedMoEExperts(ABC):
         activation_key: QuantKey | None,
         device: DeviceInfo,
     ) -> list[str]:
-        """Reasons against a request that ``claims`` cannot express (relations between sizes …)."""
+        """List reasons against a request that ``claims`` cannot express (relations of sizes …).
+
+        Args:
+            config: Configuration of the layer.
+            weight_key: Quantization key of the weights.
+            activation_key: Quantization key of the activations.
+            device: The device.
+
+        Returns:
+            The reasons; empty if there are none.
+        """
         return []
 
     @classmethod
@@ -137,7 +167,18 @@ class FusedMoEExperts(ABC):
         device: DeviceInfo,
         environment: Environment,
     ) -> list[str]:
-        """Every reason why this class can't serve the request; empty if it can."""
+        """List every reason why this class cannot serve a request.
+
+        Args:
+            config: Configuration of the layer.
+            weight_key: Quantization key of the weights.
+            activation_key: Quantization key of the activations.
+            device: The device.
+            environment: Installed software.
+
+        Returns:
+            The reasons; empty if it can.
+        """
         return [
             *cls.claims.reasons_against(config, weight_key, activation_key, device, environment),
             *cls.extra_reasons(config, weight_key, activation_key, device),
@@ -153,52 +194,94 @@ class FusedMoEExperts(ABC):
         device: DeviceInfo | None = None,
         environment: Environment | None = None,
     ) -> tuple[bool, str | None]:
-        """(True, None), or (False, all reasons joined by "; ")."""
+        """Whether this class can serve a request.
+
+        Args:
+            config: Configuration of the layer.
+            weight_key: Quantization key of the weights.
+            activation_key: Quantization key of the activations.
+            device: The device; default: the current one.
+            environment: Installed software; default: that of this interpreter.
+
+        Returns:
+            ``(True, None)``, or ``(False, reasons)`` with all reasons joined by "; ".
+        """
         reasons = cls.unsupported_reasons(
             config, weight_key, activation_key, device or DeviceInfo.current(), environment or Environment.current()
         )
         return (not reasons, "; ".join(reasons) or None)
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
-        """The weights, and the activation key, that this backend computes with: those given, unless it cannot.
+        """Return the weights and activation key that this backend actually computes with.
 
-        A backend that needs coarser scales (or powers of two, also for activations) quantises anew here, says so in
-        its claims' notes, and lets :meth:`convert` only move what this returns.  The conformance kit measures a result
-        against it.
+        By default these are the given ones. A backend that requires coarser scales (or powers of two, also for
+        activations) requantizes here and says so in the notes of its claims. Its :meth:`convert` then only rearranges
+        the result. The conformance kit measures outputs against these weights.
+
+        Args:
+            weights: Canonical weights.
+
+        Returns:
+            Canonical weights.
         """
         return weights
 
     def break_ties(self, x: Tensor) -> Tensor:
-        """Hidden states [M, K] as this backend's quantiser sees them: those given, unless it breaks ties its own way.
+        """Return hidden states as this backend's quantizer effectively sees them.
 
-        A library that multiplies by the reciprocal of a float32 scale rounds values halfway between two codes
-        to one side; here they are moved there, by at most 2**-20 of themselves.  The conformance kit measures a result
-        against the hidden states that this returns.
+        By default they are unchanged. A library that multiplies by the reciprocal of a float32 scale rounds values
+        halfway between two codes to one side. Such a backend moves them to that side here, by at most 2**-20 of their
+        value. The conformance kit measures outputs against these hidden states.
+
+        Args:
+            x: [M, K].
+
+        Returns:
+            [M, K].
         """
         return x
 
     @abstractmethod
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        """Canonical weights in the layout that this backend wants on ``device_info``.
+        """Convert canonical weights to this backend's layout on ``device_info``.
 
-        Tensors whose layout stays are passed through, not copied.
+        Tensors whose layout does not change are passed through, not copied.
+
+        Args:
+            weights: Canonical weights.
+
+        Returns:
+            The kernel weights.
         """
 
     def launch_choice(self, num_tokens: int) -> Hashable:
-        """What experts whose ``apply`` launches only choose for ``num_tokens`` tokens, found without a device.
+        """Kernel variant that recordable experts select for a number of tokens, without a device.
 
-        Between numbers of tokens with the same choice, launches differ by thresholds alone (see
-        :mod:`moe_core.runtime.call_launches`); what warms up asks it for every number.
+        Between token counts with the same variant, launches differ only by thresholds in the number of tokens (see
+        :mod:`moe_core.runtime.call_launches`). Warm-up queries it for every number.
+
+        Args:
+            num_tokens: Number of tokens of the call.
+
+        Returns:
+            A value that identifies the variant.
         """
         return None
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        """Scratch tensors that ``apply`` needs for at most ``num_tokens`` tokens."""
+        """Declare the scratch tensors that ``apply`` needs.
+
+        Args:
+            num_tokens: Maximum number of tokens of a call.
+
+        Returns:
+            The scratch tensors.
+        """
         return ()
 
 
 class FusedMoEExpertsModular(FusedMoEExperts):
-    """Experts that get ``topk_weights`` and ``topk_ids`` [M, k]: routing is done before the call."""
+    """Experts that get ``topk_weights`` and ``topk_ids`` [M, k], with routing already done."""
 
     @abstractmethod
     def apply(
@@ -216,27 +299,32 @@ class FusedMoEExpertsModular(FusedMoEExperts):
     ) -> None:
         """Run the experts.
 
-        - ``output`` [M, K] in the config's dtype where the claims say ``reduces``; else [M, k, K], unweighted.
-          Batched format: [E_local, T_max, K], unweighted.
-        - ``hidden_states`` [M, K] (batched: [E_local, T_max, K]); quantised, with
-          ``hidden_states_scale``, unless the claims say ``expects_unquantized_inputs``; either way where
-          :attr:`takes_quantized`
-        - ``topk_weights`` [M, k] float32; ``topk_ids`` [M, k] int32 or int64, global expert ids
-        - all of these contiguous, the columns of ``hidden_states`` too (its rows may lie apart)
-        - ``expert_map`` [E] int32: local index of each global expert, -1 where it lives elsewhere
-        - ``expert_tokens``: what is known of the tokens of local experts; always given in the batched format
+        All tensors are contiguous, except that the rows of ``hidden_states`` may have any stride. Experts that claim
+        ``lora`` take another keyword, ``lora: LoRA | None = None``, with the adapters and the adapter id of each row
+        (:mod:`moe_core.spec.lora`).
 
-        Experts that claim ``lora`` take a further keyword, ``lora: LoRA | None = None``: the adapters, and the number
-        of each row's (:mod:`moe_core.spec.lora`).
+        Args:
+            output: [M, K] in the config's dtype if the claims set ``reduces``; else [M, k, K], unweighted. Batched
+                format: [E_local, T_max, K], unweighted.
+            hidden_states: [M, K] (batched: [E_local, T_max, K]). Quantized unless the claims set
+                ``expects_unquantized_inputs``; either way if :attr:`takes_quantized`.
+            weights: Weights in this backend's layout.
+            topk_weights: [M, k] float32.
+            topk_ids: [M, k] int32 or int64, global expert ids.
+            workspace: Scratch tensors by name, as declared by :meth:`workspaces`.
+            expert_map: [E] int32, local index of each global expert, -1 if it is on another rank.
+            hidden_states_scale: Scale of quantized hidden states.
+            expert_tokens: Token counts of local experts, if known; always given in the batched format.
         """
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
+        """Layout of the hidden states, from the config."""
         return self.config.activation_format
 
 
 class FusedMoEExpertsMonolithic(FusedMoEExperts):
-    """Experts that get router logits [M, E], and route by themselves as ``config.routing`` says."""
+    """Experts that get router logits [M, E] and do the routing given by ``config.routing``."""
 
     is_monolithic = True
 
@@ -253,11 +341,30 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
         expert_map: Tensor | None = None,
         hidden_states_scale: Tensor | None = None,
     ) -> None:
-        """Route and run the experts: ``router_logits`` [M, E], ``correction_bias`` [E] float32."""
+        """Route and run the experts.
+
+        Args:
+            output: [M, K] in the config's dtype.
+            hidden_states: [M, K].
+            weights: Weights in this backend's layout.
+            router_logits: [M, E].
+            workspace: Scratch tensors by name, as declared by :meth:`workspaces`.
+            correction_bias: [E] float32, or None.
+            expert_map: [E] int32, local index of each global expert, -1 if it is on another rank.
+            hidden_states_scale: Scale of quantized hidden states.
+        """
 
 
 def output_shape(experts: FusedMoEExpertsModular, num_tokens: int) -> tuple[int, ...]:
-    """Shape that modular experts of the standard format write for ``num_tokens`` tokens."""
+    """Compute the output shape of modular experts in the standard format.
+
+    Args:
+        experts: The experts.
+        num_tokens: Number of tokens M.
+
+    Returns:
+        [M, K] if the experts reduce over top-k, else [M, k, K].
+    """
     config = experts.config
     if experts.claims.reduces:
         return (num_tokens, config.hidden_size)
@@ -265,5 +372,12 @@ def output_shape(experts: FusedMoEExpertsModular, num_tokens: int) -> tuple[int,
 
 
 def scratch_dtype(config: FusedMoEConfig) -> torch.dtype:
-    """dtype of intermediate values that are rounded once more before the output."""
+    """Dtype of intermediate values that are rounded once more before the output.
+
+    Args:
+        config: Configuration of the layer.
+
+    Returns:
+        The dtype.
+    """
     return torch.float32 if config.dtype is torch.float32 else config.dtype

@@ -1,4 +1,4 @@
-"""The interface of prepare and finalize, and who weights and sums over top-k."""
+"""Interface of prepare and finalize, and of the weighted reduction over top-k."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TokenRouting:
-    """What a call says of its M tokens, beside their hidden states.
+    """Inputs of a call for its M tokens, in addition to the hidden states.
 
-    - ``topk_weights`` [M, k] float32 and ``topk_ids`` [M, k] int32 or int64, both contiguous; an id that names no
-      expert is none
-    - ``expert_map`` [E] int32: the local index of each expert that an id names, -1 where another rank has it; None
-      where ids are local indices
-    - ``adapter_ids`` [M] int32, where the call has LoRA adapters
-    - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows
+    Attributes:
+        topk_weights: [M, k] float32, contiguous.
+        topk_ids: [M, k] int32 or int64, contiguous; ids that are not a valid expert select none.
+        expert_map: [E] int32, local index of each expert, -1 if it is on another rank; None if ids are local indices.
+        adapter_ids: [M] int32, if the call has LoRA adapters.
+        tokens_per_rank: Number of tokens of each of the ``dp_size`` ranks, if the caller knows it.
     """
 
     topk_weights: Tensor
@@ -45,26 +45,35 @@ class TokenRouting:
 
 
 class TopKWeightAndReduce(ABC):
-    """Applies router weights to per-expert results and sums them per token."""
+    """Reduction that applies router weights to per-expert results and sums them per token."""
 
     @abstractmethod
     def apply(self, output: Tensor, expert_output: Tensor, routing: TokenRouting, config: FusedMoEConfig) -> None:
-        """Write ``output`` [M, K] from ``expert_output`` (shape: see the subclass), whose rows ``routing`` is of.
+        """Write the weighted sum of the expert results.
 
-        Weights that are applied on the input (``config``) are not applied again.
-        A (token, slot) whose id selects no local expert contributes nothing, whatever its row holds.
+        Weights that are applied on the input (``config``) are not applied again. A (token, slot) pair whose id
+        selects no local expert contributes nothing, whatever its row contains.
+
+        Args:
+            output: [M, K], written.
+            expert_output: Expert results; the subclass defines the shape.
+            routing: Routing of the rows of ``expert_output``.
+            config: Configuration of the layer.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What prepare hands to the experts.
+    """Result of prepare, which the experts get.
 
-    Standard format: ``hidden_states [M', K]``; batched: ``[E_local, T_max, K]`` with ``expert_tokens``, which say in
-    the standard format how many rows experts have, where tokens and top-k do not.  ``scale`` where the hidden states
-    were quantised.  ``routing`` is of the M' tokens: their ids go with its ``expert_map``, which is the caller's, or
-    None where prepare made them local; its ``adapter_ids`` are of the rows of the hidden states ([M'] or
-    [E_local, T_max]).
+    Attributes:
+        hidden_states: Standard format: [M', K]; batched: [E_local, T_max, K].
+        routing: Routing of the M' tokens. Its ids belong to its ``expert_map``, which is the caller's, or None if
+            prepare made the ids local. Its ``adapter_ids`` belong to the rows of the hidden states ([M'] or [E_local,
+            T_max]).
+        scale: Scale, if the hidden states were quantized.
+        expert_tokens: Token counts; always set in the batched format. In the standard format set if M' and top-k do
+            not imply the number of rows per expert.
     """
 
     hidden_states: Tensor
@@ -74,26 +83,43 @@ class Prepared:
 
 
 def rows_of_chosen(rows: int, every: int, config: FusedMoEConfig) -> ExpertTokensMetadata | None:
-    """What the experts have of ``rows`` tokens that were chosen from ``every``; None where none was left out."""
+    """Describe the load of experts whose tokens were selected from a larger set.
+
+    Args:
+        rows: Number of selected tokens.
+        every: Number of tokens they were selected from.
+        config: Configuration of the layer.
+
+    Returns:
+        The metadata; None if all tokens were selected.
+    """
     return None if every == rows else ExpertTokensMetadata(mean=every * config.top_k / config.num_experts)
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
-    """Brings hidden states to the experts (prepare) and their results back (finalize).
+    """Base class that moves hidden states to the experts (prepare) and results back (finalize).
 
-    ``name``: what ``FusedMoEParallelConfig.all2all_backend`` calls it; ``claims``: what it can do.
-    ``collective``: tokens cross ranks.  Then every rank takes part in every call, also without tokens of its own, and
-    what prepare hands on are not the caller's tokens in the caller's order.  ``lora``: prepare hands adapter numbers
-    on.  ``launches_only``: as of experts.  ``monolithic``: only :meth:`sum_ranks_async` is needed, which serves experts
-    that route by themselves too.  ``stateless``: what ``launches_only`` promises follows from the layer's config alone.
+    :meth:`prepare_async` and :meth:`finalize_async` start a step and return a :class:`Pending`, whose ``wait`` gives
+    the result. A step that completes immediately returns ``Pending.done(result)``. Steps of several calls may be in
+    flight; all ranks start and wait for them in the same order.
 
-    ``groups`` (:class:`moe_core.parallel.distributed.ParallelGroups`) are the process groups of the layer's ranks, and
-    ``placement`` says which of them hold which experts (default: consecutive ones).  Classes that communicate need
-    groups; the others leave both alone.
+    Attributes:
+        name: Name in ``FusedMoEParallelConfig.all2all_backend``.
+        claims: What the class supports.
+        activation_format: Layout of the hidden states that prepare produces.
+        collective: Tokens cross ranks. Then every rank takes part in every call, even without tokens, and the tokens
+            that prepare returns are not the caller's tokens in the caller's order.
+        lora: Prepare passes adapter ids on.
+        launches_only: Recordable, as for experts.
+        stateless: The promise of ``launches_only`` follows from the layer's config alone.
+        monolithic: The class needs only :meth:`sum_ranks_async`, which works with monolithic experts too.
 
-    :meth:`prepare_async` and :meth:`finalize_async` begin a step and return a :class:`Pending`, whose ``wait`` gives
-    the result; a step that is done at once returns ``Pending.done(result)``.  Steps of several calls may be under way;
-    all ranks begin and wait for them in the same order.
+    Args:
+        config: Configuration of the layer.
+        groups: Process groups of the layer's ranks (:class:`moe_core.parallel.distributed.ParallelGroups`). Required
+            by classes that communicate, ignored by others.
+        placement: Which ranks hold which experts; default: consecutive ones. Ignored by classes that do not
+            communicate.
     """
 
     name: ClassVar[str] = ""
@@ -103,15 +129,15 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     lora: ClassVar[bool] = False
     launches_only: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
-    #: whether prepare hands on rows that no token is in, of experts -1 and of any content
+    #: Whether prepare returns rows without a token: expert -1, arbitrary content.
     empty_rows: ClassVar[bool] = False
-    #: the name of the class that a layer gets where :meth:`unavailable` says that the ranks can't have this one
+    #: Name of the class that replaces this one if :meth:`unavailable` reports that the ranks cannot use it.
     fallback: ClassVar[str] = ""
     monolithic: ClassVar[bool] = False
-    #: whether :meth:`sum_ranks_async` adds up in place: its ``partial`` is its ``output``
+    #: Whether :meth:`sum_ranks_async` adds in place: its ``partial`` is its ``output``.
     sums_in_place: ClassVar[bool] = True
 
-    #: the layer's number among those of its groups, in the order in which they were made; calls between ranks carry it
+    #: Index of the layer within its groups, in order of creation; calls between ranks carry it.
     layer_number: int = 0
 
     def __init__(
@@ -129,7 +155,16 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def extra_reasons(
         cls, config: FusedMoEConfig, experts: type[FusedMoEExperts] | None, device: DeviceInfo
     ) -> list[str]:
-        """Reasons against a layer, or against ``experts``, that the claims cannot express."""
+        """List reasons against a layer, or against ``experts``, that the claims cannot express.
+
+        Args:
+            config: Configuration of the layer.
+            experts: Experts class, or None for no class in particular.
+            device: The device.
+
+        Returns:
+            The reasons; empty if there are none.
+        """
         return []
 
     @classmethod
@@ -140,9 +175,18 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         device: DeviceInfo,
         environment: Environment | None = None,
     ) -> list[str]:
-        """Every reason why this class can't bring tokens to ``experts`` (None: to no class in particular); else empty.
+        """List every reason why this class cannot serve a layer.
 
-        Pure: no process group is asked.
+        This is a pure function: it does not use the process groups.
+
+        Args:
+            config: Configuration of the layer.
+            experts: Experts class, or None for no class in particular.
+            device: The device.
+            environment: Installed software; default: that of this interpreter.
+
+        Returns:
+            The reasons; empty if it can.
         """
         found = cls.claims.reasons_against(config, device, environment or Environment.current())
         if config.activation_format is not cls.activation_format:
@@ -162,51 +206,86 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
 
     @property
     def capturable(self) -> bool:
-        """Whether calls may be captured in CUDA graphs: the claim, unless this is known of the ranks."""
+        """Whether calls may be captured in CUDA graphs; by default the claim decides."""
         return self.claims.cuda_graph
 
     def chosen_from(self, rows: int, handle: object = None) -> int:
-        """Of how many tokens ``rows`` are those that came, in the mean over uniform routing.
+        """Estimate the number of tokens from which the arriving rows were selected.
 
-        ``handle``: what dispatch gave for the call; None: any call.  More than ``rows`` where tokens come only to ranks
-        that have one of their experts, and no rows stand for the others.
+        The estimate is the mean over uniform routing. It exceeds ``rows`` if tokens arrive only at ranks that have
+        one of their experts, and the other tokens have no rows.
+
+        Args:
+            rows: Number of rows that arrived.
+            handle: Dispatch handle of the call; None: any call.
+
+        Returns:
+            Number of tokens.
         """
         return rows
 
     def arrivals(self) -> Iterator[None]:
-        """Once for each way in which tokens may arrive: meanwhile calls on meta tensors are recorded with that one.
+        """Iterate over the ways in which tokens may arrive.
 
-        Several where it is not known before the first call.
+        During each iteration, calls on meta tensors are recorded with that way. There are several if it is not known
+        before the first call.
         """
         yield
 
     @property
     def maps_experts(self) -> bool:
-        """Whether it knows by itself which experts this rank has: the caller gives no expert map."""
+        """Whether the class knows which experts this rank has, so that callers pass no expert map."""
         return False
 
     def move_experts(self, placement: ExpertPlacement) -> None:
-        """Send tokens to where ``placement`` says, from the next call on; all ranks between the same two calls.
+        """Send tokens according to a new placement, from the next call on.
 
-        The weights move by themselves.  Raises ConfigError where the placement doesn't fit, or there was none.
+        All ranks must switch between the same two calls. The weights are moved separately.
+
+        Args:
+            placement: The new placement.
+
+        Raises:
+            ConfigError: The placement does not fit, or the class has none.
         """
         raise ConfigError(f"{type(self).__name__} sends no tokens to other ranks")
 
     @classmethod
     def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
-        """Every reason why the ranks of ``groups``, together, can't have it on their devices; empty if they can.
+        """List every reason why the ranks of ``groups`` together cannot use this class.
 
-        ``own``: what :meth:`unsupported_reasons` says on this rank.  Where :attr:`fallback` is set all ranks call it,
-        and get the same texts.
+        If :attr:`fallback` is set, all ranks call this and get the same reasons.
+
+        Args:
+            groups: Process groups of the layer.
+            device: The torch device of this rank.
+            own: Result of :meth:`unsupported_reasons` on this rank.
+
+        Returns:
+            The reasons; empty if they can.
         """
         return own
 
     def max_tokens(self, num_tokens: int) -> int:
-        """Most tokens that the experts can see when a rank brings ``num_tokens``: sizes the workspace."""
+        """Maximum number of tokens that the experts can see, which sizes the workspace.
+
+        Args:
+            num_tokens: Number of tokens of a rank.
+
+        Returns:
+            Number of tokens.
+        """
         return num_tokens
 
     def output_tokens(self, num_tokens: int) -> int:
-        """Rows of the output that this rank gets when it brings ``num_tokens``."""
+        """Number of output rows of this rank.
+
+        Args:
+            num_tokens: Number of tokens of this rank.
+
+        Returns:
+            Number of rows.
+        """
         return num_tokens
 
     @abstractmethod
@@ -217,10 +296,18 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
     ) -> Pending[Prepared]:
-        """Begin to bring ``hidden_states`` [M, K] to the experts, in their format.
+        """Start moving hidden states to the experts, in the experts' format.
 
-        They are quantised by ``quantize_as`` unless that is None, with ``static_scale`` [1] where the key is static.
-        The arguments stay as they are until the result is waited for.
+        The arguments must not change until the result has been waited for.
+
+        Args:
+            hidden_states: [M, K].
+            routing: Routing of the tokens.
+            quantize_as: Key to quantize the hidden states with; None: do not quantize.
+            static_scale: [1], if the key is static.
+
+        Returns:
+            The pending result.
         """
 
     @abstractmethod
@@ -232,9 +319,17 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> Pending[None]:
-        """Begin to bring back what the experts made of ``prepared``; ``routing`` is what prepare was given.
+        """Start moving the expert results back.
 
-        ``output`` [M, K] is written when the result is waited for.
+        Args:
+            output: [M, K], written when the result is waited for.
+            expert_output: Results of the experts for ``prepared``.
+            prepared: Result of prepare.
+            routing: The routing that was passed to prepare.
+            reduce: Weighted reduction over top-k.
+
+        Returns:
+            The pending completion.
         """
 
     def prepare(
@@ -244,7 +339,17 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
     ) -> Prepared:
-        """:meth:`prepare_async`, waited for."""
+        """Run :meth:`prepare_async` and wait for it.
+
+        Args:
+            hidden_states: [M, K].
+            routing: Routing of the tokens.
+            quantize_as: Key to quantize the hidden states with; None: do not quantize.
+            static_scale: [1], if the key is static.
+
+        Returns:
+            The result of prepare.
+        """
         return self.prepare_async(hidden_states, routing, quantize_as, static_scale).wait()
 
     def finalize(
@@ -255,13 +360,28 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> None:
-        """:meth:`finalize_async`, waited for."""
+        """Run :meth:`finalize_async` and wait for it.
+
+        Args:
+            output: [M, K], written.
+            expert_output: Results of the experts for ``prepared``.
+            prepared: Result of prepare.
+            routing: The routing that was passed to prepare.
+            reduce: Weighted reduction over top-k.
+        """
         self.finalize_async(output, expert_output, prepared, routing, reduce).wait()
 
     def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
-        """Begin to add up what ranks with the same tokens computed; the last step of a call, of monolithic experts too.
+        """Start adding up the partial sums of ranks that have the same tokens.
 
-        ``partial`` [M, K] is this rank's part, ``output`` [output_tokens(M), K] is written when the result is waited
-        for.  By default nothing is added: the output is a partial sum where the layer has several such ranks.
+        This is the last step of a call, for monolithic experts too. By default nothing is added: the output stays a
+        partial sum if the layer has several such ranks.
+
+        Args:
+            output: [output_tokens(M), K], written when the result is waited for.
+            partial: [M, K], the partial sum of this rank.
+
+        Returns:
+            The pending completion.
         """
         return Pending.done(None)

@@ -1,5 +1,7 @@
-"""What a prepare/finalize class can do, as data; in the manner of :mod:`moe_core.interface.claims`, which is about
-experts."""
+"""Declarative description of what a prepare/finalize class supports.
+
+It corresponds to :mod:`moe_core.interface.claims`, which describes experts.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,27 @@ _SHARING = {
 
 @dataclass(frozen=True)
 class PrepareFinalizeClaims:
-    """The declaration of one prepare/finalize class.
+    """Declaration of what one prepare/finalize class supports.
 
-    - ``devices``: it runs on any of these
-    - ``sharing``: which ranks may bring the same tokens
-    - ``dtypes`` of hidden states
-    - ``quantizes``: tokens are quantised before they travel, where the experts take them so
-    - ``replicas``: takes placements in which experts are on several ranks
-    - ``batch_invariant``: adds what ranks computed up in an order that other tokens don't change, where the config asks
-      for that; never with replicas, of which a token's place in the batch chooses one
-    - ``uneven``: ranks may bring different numbers of tokens, none too
-    - ``cuda_graph``: may be captured (where the experts may)
-    - ``bounded``: needs the config's ``max_num_tokens``
-    - ``tensor_parallel``: ``tp_size`` may be more than 1
-    - ``hidden_multiple``: the hidden size must divide by it; ``max_top_k``, ``max_ranks``: 0 for no limit
-    - ``one_domain``: ranks write into each other's memory, so all are on GPUs where that can be (NVLink)
-    - ``requires``: what must be installed
-    - ``verified_on``: hardware on which it was run
+    Attributes:
+        sharing: Which ranks may have the same tokens.
+        devices: Supported devices; any of these ranges.
+        dtypes: Dtypes of hidden states.
+        quantizes: Tokens are quantized before dispatch if the experts accept it.
+        replicas: Placements with experts on several ranks are supported.
+        batch_invariant: Partial sums of ranks are added in an order that does not depend on other tokens, if the
+            config requires it. Never with replicas, because the position of a token in the batch selects one.
+        uneven: Ranks may have different numbers of tokens, including none.
+        cuda_graph: Calls may be captured in CUDA graphs (if the experts' may).
+        bounded: Requires the config's ``max_num_tokens``.
+        tensor_parallel: ``tp_size`` may be greater than 1.
+        hidden_multiple: The hidden size must be a multiple of this.
+        max_top_k: Largest top-k; 0 for no limit.
+        max_ranks: Largest number of ranks; 0 for no limit.
+        one_domain: Ranks write into each other's memory, so all GPUs must be in one peer-access domain (NVLink).
+        requires: Required software.
+        verified_on: Hardware on which the class was run.
+        notes: Remarks for users.
     """
 
     sharing: frozenset[TokenSharing]
@@ -61,7 +67,16 @@ class PrepareFinalizeClaims:
     notes: str = field(default="", compare=False)
 
     def reasons_against(self, config: FusedMoEConfig, device: DeviceInfo, environment: Environment) -> list[str]:
-        """Every reason why the claims do not cover the layer; empty if they do."""
+        """List every reason why the claims do not cover a layer.
+
+        Args:
+            config: Configuration of the layer.
+            device: The device.
+            environment: Installed software.
+
+        Returns:
+            The reasons; empty if the layer is covered.
+        """
         reasons = []
         parallel = config.parallel
         against = [r.reason_against(device) for r in self.devices]

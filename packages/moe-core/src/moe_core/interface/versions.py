@@ -1,7 +1,8 @@
-"""Versions of the declared API, by what a plug-in uses.
+"""Versions of the declared API that plug-ins state.
 
-Plug-ins state the versions that they were written for, as literals. A plug-in fits a version of the same major number
-and at least its minor number: the major number changes where plug-ins would break, the minor one where names are added.
+Plug-ins state the versions that they were written for, as literals. A plug-in is compatible if the major numbers are
+equal and its minor number is not greater. The major number changes if plug-ins would break, the minor number if names
+are added.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from moe_core.errors import ProtocolVersionError
 
 
 class ApiVersion(NamedTuple):
-    """Version of one part of the declared API."""
+    """Version of one part of the declared API.
+
+    Attributes:
+        major: Changes if plug-ins would break.
+        minor: Changes if names are added.
+    """
 
     major: int
     minor: int
@@ -21,12 +27,12 @@ class ApiVersion(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-#: experts, prepare/finalize, schemes and commands: ``moe_core`` and
-#: ``moe_core.api.{commands,engines,libraries,models}``
+#: Experts, prepare/finalize, schemes and commands: ``moe_core`` and
+#: ``moe_core.api.{commands,engines,libraries,models}``.
 INTERFACE_API = ApiVersion(1, 0)
-#: checkpoint formats: ``moe_core.api.formats``
+#: Checkpoint formats: ``moe_core.api.formats``.
 FORMAT_API = ApiVersion(1, 0)
-#: base classes of experts and device functions: ``moe_core.api.{experts,kernels,sm90}``
+#: Base classes of experts and device functions: ``moe_core.api.{experts,kernels,sm90}``.
 KERNEL_API = ApiVersion(1, 0)
 
 _OFFERED = {"interface_api": INTERFACE_API, "format_api": FORMAT_API, "kernel_api": KERNEL_API}

@@ -1,8 +1,14 @@
-"""Device code and what launches it.
+"""Device code and the host code that launches it.
 
-From bottom to top: ``launch`` (starting, recording and compiling kernels), ``device`` (device functions that kernels
-share), ``ops`` (sort, quantize, permute, reduce), ``gemm`` (grouped GEMMs and the fused layer), ``experts`` (base
-classes of experts on these kernels), ``tuning`` (measured launch configurations), ``libraries`` (adapters of kernel
-libraries). Nothing here imports the layers above: the interface, values of ``spec`` and the reference are all that it
-uses.
+The subpackages, from bottom to top:
+
+    launch      start, record and compile kernels
+    device      device functions shared by kernels
+    ops         sort, quantize, permute, reduce
+    gemm        grouped GEMMs and the fused MoE layer
+    experts     base classes of the experts that run on these kernels
+    tuning      measured launch configurations
+    libraries   adapters of kernel libraries
+
+No module here imports a layer above. They use only the interface, values of ``spec`` and the reference.
 """

@@ -1,4 +1,4 @@
-"""One MoE layer as a module: loads, converts, routes, applies, reloads."""
+"""One MoE layer as a torch module: load, convert, route, apply, reload."""
 
 from __future__ import annotations
 
@@ -52,20 +52,21 @@ if TYPE_CHECKING:
 class FusedMoELayer(nn.Module):
     """The routed experts of one layer, ready to run.
 
-    ``FusedMoELayer.from_weights`` selects a backend for canonical weights and converts them;
-    :func:`load_layer` does so from a checkpoint.  The weights live in the backend's layout and are no parameters.
+    ``FusedMoELayer.from_weights`` selects a backend for canonical weights and converts them; :func:`load_layer` does so
+    for a checkpoint. The weights are stored in the backend's layout and are not parameters.
 
-    ``copy.deepcopy``, ``pickle`` and ``torch.save`` of the layer, or of a model that holds it, keep everything.
-    ``state_dict()`` leaves the experts out, with an ExpertsLeftOutWarning: no checkpoint has a backend's layout.  What
-    writes or offloads a whole model (``save_pretrained``, ``Trainer.save_model``, ``cpu_offload``) raises ConfigError;
-    :func:`experts_left_out` writes what a model has beside its experts.  ``load_state_dict()`` reloads experts that a
-    state dict holds, and raises ConfigError, also with ``strict=False``, where they don't fit; without any they stay.
+    ``copy.deepcopy``, ``pickle`` and ``torch.save`` of the layer, or of a model that contains it, keep everything.
+    ``state_dict()`` omits the experts and issues an ExpertsLeftOutWarning, because no checkpoint has a backend's
+    layout. Functions that write or offload a whole model (``save_pretrained``, ``Trainer.save_model``, ``cpu_offload``)
+    raise ConfigError; use :func:`experts_left_out` to write everything but the experts. ``load_state_dict()`` reloads
+    experts that a state dict contains, and keeps the current ones if it contains none. It raises ConfigError if they do
+    not fit, even with ``strict=False``.
 
-    ``.to()``, ``.half()`` and the like of a model that holds the layer raise ConfigError, before anything is changed,
-    where the layer would need another device or dtype.
+    ``.to()``, ``.half()`` and similar calls on a model that contains the layer raise ConfigError if they would change
+    the device or dtype of the layer. They raise before anything is changed.
     """
 
-    #: whether ``state_dict()`` leaves the experts out without a warning: see :func:`experts_left_out`
+    #: Whether ``state_dict()`` omits the experts without a warning; see :func:`experts_left_out`.
     state_dict_without_experts = False
 
     def __init__(
@@ -82,13 +83,23 @@ class FusedMoELayer(nn.Module):
         online: OnlineQuantization | None = None,
         origin: LayerOrigin | None = None,
     ) -> None:
-        """``router_weight`` [E, K], ``router_bias`` and ``correction_bias`` [E] let :meth:`forward` route by itself.
+        """Build a layer from a kernel and optional router tensors.
 
-        All of them, and the ``expert_map`` [E] int32, are where the kernel's weights are.
-        ``owns_weights``: nobody else holds the kernel's tensors, so that :meth:`reload` may overwrite them; the layer
-        copies the router's, which it overwrites too;
-        ``online``: how 16-bit weights were quantised, and will be when they are reloaded; ``origin``: which layer of a
-        checkpoint they were.
+        With ``router_weight``, :meth:`forward` can compute the routing on its own. All tensors must be on the device of
+        the kernel's weights.
+
+        Args:
+            kernel: Kernel with the converted weights.
+            selection: Selection that the kernel was made from.
+            routing: How experts are chosen from logits. Default: that of the kernel's config.
+            router_weight: Router weight ``[E, K]``.
+            router_bias: Router bias ``[E]``.
+            correction_bias: Correction bias for expert selection, ``[E]``.
+            expert_map: Local index of each global expert, int32 ``[E]``; -1 for experts of other ranks.
+            owns_weights: Whether nothing else references the kernel's tensors, so that :meth:`reload` may overwrite
+                them. The layer then copies the router's tensors, which it overwrites too.
+            online: How 16-bit weights were quantized, and will be on reload.
+            origin: Layer of a checkpoint that the weights came from.
         """
         super().__init__()
         check_instance("kernel", kernel, FusedMoEKernel)
@@ -107,7 +118,7 @@ class FusedMoELayer(nn.Module):
         self._check_tensors()
 
     def _check_tensors(self) -> None:
-        """Raise TensorError for routing tensors and a map that do not fit the layer."""
+        """Raise TensorError for routing tensors or a map that do not fit the layer."""
         experts, hidden = self.config.num_experts, self.config.hidden_size
         for name, shape, dtypes in (
             ("router_weight", (experts, hidden), LOGIT_DTYPES),
@@ -135,7 +146,7 @@ class FusedMoELayer(nn.Module):
             self._check_placed(self.expert_map)
 
     def _check_placed(self, expert_map: Tensor) -> None:
-        """Raise ConfigError where tokens are sent to other places than ``expert_map`` names."""
+        """Raise ConfigError if ``expert_map`` contradicts the placement used by dispatch."""
         movement, rank = self.kernel.prepare_finalize, self.config.parallel.ep_rank
         if movement is None or not movement.maps_experts or movement.placement is None:
             return
@@ -146,7 +157,7 @@ class FusedMoELayer(nn.Module):
             )
 
     def _mapped(self) -> list[int] | None:
-        """Global ids of the experts that the map has here, in their order; None without a map."""
+        """Global ids of the experts that the map places here, in local order; None without a map."""
         if self.expert_map is None:
             return None
         places = {place: expert for expert, place in enumerate(self.expert_map.tolist()) if place >= 0}
@@ -169,14 +180,34 @@ class FusedMoELayer(nn.Module):
         groups: ParallelGroups | None = None,
         placement: ExpertPlacement | None = None,
     ) -> FusedMoELayer:
-        """Select a backend for the device that ``weights`` are on, convert them and build the layer.
+        """Select a backend for the device of ``weights``, convert them and build the layer.
 
-        Where a backend's layout is the canonical one, the layer uses the tensors of ``weights`` themselves.  ``copy``
-        gives it its own, which :meth:`reload` needs.  ``quantize``: what to make of 16-bit ``weights``, by the name
-        that the scheme gives it ("fp8_per_channel").  ``groups`` of a layer over several ranks, whose part ``config``
-        and ``weights`` are (:func:`moe_core.shard_layer`), and the ``placement`` of experts: the outputs are whole
-        then, as :meth:`moe_core.Oracle.make_kernel` says.  Without ``expert_map`` and ``placement`` groups place
-        consecutive experts on each rank.
+        If a backend's layout is the canonical one, the layer uses the tensors of ``weights`` themselves, unless
+        ``copy`` is set.
+
+        Args:
+            scheme: Name of a scheme, or its oracle.
+            config: Config of the layer; with ``groups``, that of this rank's shard.
+            weights: Canonical weights; with ``groups``, this rank's shard (:func:`moe_core.shard_layer`).
+            backend: Backend name, or "auto".
+            router_weight: Router weight ``[E, K]``.
+            router_bias: Router bias ``[E]``.
+            correction_bias: Correction bias for expert selection, ``[E]``.
+            expert_map: Local index of each global expert, int32 ``[E]``. Without it and ``placement``, groups place
+                consecutive experts on each rank.
+            copy: Whether the layer owns copies of the tensors, which :meth:`reload` requires.
+            quantize: Online quantization of 16-bit ``weights``, by the name that the scheme gives it
+                ("fp8_per_channel").
+            groups: Process groups of a layer that spans several ranks. Outputs are then complete, as described in
+                :meth:`moe_core.Oracle.make_kernel`.
+            placement: Placement of experts on the ranks of ``groups``.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ConfigError: Invalid scheme or quantization, or a map that contradicts the config.
+            TensorError: Weights that are not canonical or have no values (meta device, FakeTensorMode).
         """
         if not isinstance(scheme, str | Oracle):
             raise ConfigError(f"scheme is {scheme!r}, expected a name ({', '.join(registry().scheme_names())})")
@@ -223,19 +254,31 @@ class FusedMoELayer(nn.Module):
 
     @property
     def config(self) -> FusedMoEConfig:
+        """The config of the layer on this rank."""
         return self.kernel.config
 
     @property
     def weights(self) -> KernelWeights:
+        """The weights in the layout of the selected backend."""
         return self.kernel.weights
 
     @property
     def lora(self) -> LoRAWeights | None:
-        """Places for LoRA adapters, where the layer's config is enabled for them."""
+        """Slots for LoRA adapters; None unless the layer's config enables them."""
         return self.kernel.lora
 
     def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E] by the layer's routing."""
+        """Choose experts from router logits by the layer's routing.
+
+        Args:
+            router_logits: ``[M, E]``.
+
+        Returns:
+            topk_weights float32 ``[M, k]`` and topk_ids int32 ``[M, k]``.
+
+        Raises:
+            ConfigError: The layer has no routing.
+        """
         routing = self._own_routing()
         check_shape("router_logits", router_logits, ("M", self.config.num_experts))
         from moe_core.kernels.ops.routing import fused_route
@@ -258,18 +301,32 @@ class FusedMoELayer(nn.Module):
         adapter_ids: Tensor | None = None,
         tokens_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
-        """The routed experts' weighted sum of ``hidden_states`` [..., K], of the same shape.
+        """Compute the weighted sum of the routed experts.
 
-        Routing comes from ``topk_weights`` and ``topk_ids`` [M, k] if given, else from ``router_logits`` [M, E],
-        else from the layer's own router weight.  ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`.
-        ``tokens_per_rank``, where tokens cross ranks: how many each brings (:meth:`moe_core.FusedMoEKernel.apply`).
-        Where ranks share the rows of the output out it has this rank's, [M', K].
+        Routing comes from ``topk_weights`` and ``topk_ids`` if given, otherwise from ``router_logits``, otherwise from
+        the layer's own router weight.
 
-        For inference only: there are no gradients.  Within ``torch.autocast``, hidden states in another dtype than the
-        layer's are cast to it and the result is cast back; it has no other effect.  Raises TensorError for
-        arguments of the wrong shape, dtype or device, and for those that require grad outside ``torch.no_grad()``.
+        For inference only: there are no gradients. Under ``torch.autocast``, hidden states in another dtype than the
+        layer's are cast to it and the result is cast back; autocast has no other effect.
+
+        Args:
+            hidden_states: ``[..., K]``.
+            router_logits: ``[M, E]``.
+            topk_weights: ``[M, k]``.
+            topk_ids: ``[M, k]``.
+            adapter_ids: Adapter of each token in :attr:`lora`, int32 ``[M]``.
+            tokens_per_rank: Number of tokens that each rank brings, if tokens cross ranks
+                (:meth:`moe_core.FusedMoEKernel.apply`).
+
+        Returns:
+            Tensor of the shape of ``hidden_states``. If ranks split the rows of the output, this rank's rows, ``[M',
+            K]``.
+
+        Raises:
+            TensorError: Arguments of the wrong shape, dtype or device, or that require grad outside
+                ``torch.no_grad()``.
         """
-        if not torch.compiler.is_compiling():  # there the operator says so, where a graph must be whole too
+        if not torch.compiler.is_compiling():  # under torch.compile the operator checks it (fullgraph=True)
             check_width(hidden_states, self.config, "...")
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=hidden_states, router_logits=router_logits, topk_weights=topk_weights)
@@ -306,10 +363,24 @@ class FusedMoELayer(nn.Module):
         adapter_ids: Tensor | None = None,
         tokens_per_rank: Sequence[int] | None = None,
     ) -> KernelCall:
-        """Begin a call with ``hidden_states`` [M, K]: arguments as of :meth:`forward`, steps as of
-        :meth:`moe_core.FusedMoEKernel.start`, between which shared experts run, or other micro-batches.
+        """Begin a call that runs in steps, between which other work can run.
 
-        Raises ConfigError where the experts route by themselves.
+        Steps are those of :meth:`moe_core.FusedMoEKernel.start`. Shared experts or other micro-batches can run between
+        them.
+
+        Args:
+            hidden_states: ``[M, K]``.
+            router_logits: As in :meth:`forward`.
+            topk_weights: As in :meth:`forward`.
+            topk_ids: As in :meth:`forward`.
+            adapter_ids: As in :meth:`forward`.
+            tokens_per_rank: As in :meth:`forward`.
+
+        Returns:
+            The call in flight.
+
+        Raises:
+            ConfigError: The experts are monolithic: they compute the routing themselves.
         """
         check_width(hidden_states, self.config)
         chosen = self._routed(hidden_states, router_logits, topk_weights, topk_ids)
@@ -327,7 +398,7 @@ class FusedMoELayer(nn.Module):
     def _routed(
         self, x: Tensor, router_logits: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor | None
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """(topk_weights, topk_ids) as given or by the layer's routing; logits where the experts route."""
+        """Return (topk_weights, topk_ids), given or computed; the logits for monolithic experts."""
         if (topk_weights is None) != (topk_ids is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
@@ -345,13 +416,33 @@ class FusedMoELayer(nn.Module):
         return self.route(router_logits)
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
-        """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
+        """Compile the kernels for calls with up to ``max_tokens`` tokens.
+
+        This is :func:`moe_core.warm_up` of this layer alone.
+
+        Args:
+            max_tokens: Largest number of tokens of a call.
+            progress: Callback that gets the number of ready kernels and their total.
+
+        Returns:
+            Number of compiled kernels.
+        """
         from moe_core.runtime.compile_calls import compile_calls
 
         return compile_calls([(self.kernel, self)], max_tokens, progress=progress)
 
     def router_logits(self, x: Tensor) -> Tensor:
-        """float32 logits [M, E] of ``x`` [M, K] by the layer's router weight and bias."""
+        """Compute router logits from the layer's router weight and bias.
+
+        Args:
+            x: ``[M, K]``.
+
+        Returns:
+            float32 ``[M, E]``.
+
+        Raises:
+            TensorError: The layer has no router weight, or ``x`` does not fit.
+        """
         if self.router_weight is None:
             raise TensorError("the layer has no router weight: give router_logits, or topk_weights and topk_ids")
         check_width(x, self.config)
@@ -370,14 +461,20 @@ class FusedMoELayer(nn.Module):
     @without_autocast
     @torch.no_grad()
     def reload(self, weights: MoEWeights | Checkpoint | str | os.PathLike[str], *, layer: int | None = None) -> None:
-        """Replace the weights in place: pointers stay, captured CUDA graphs go on working.
+        """Replace the weights in place: pointers stay, captured CUDA graphs remain valid.
 
-        ``weights``: canonical ones, or a checkpoint (folder) with the same layer, whose router is taken too where this
-        layer has one; ``layer``: its index there, default the one that this layer was loaded from.
         16-bit weights are quantized as the layer's are: as at load, or by the keys of the checkpoint that it came from.
-        Raises TensorError, with the old weights untouched, if the new ones don't fit; CheckpointError for a checkpoint
-        that can't be read; ConfigError for one of another layer, or if this layer shares its tensors with whoever made
-        it, since they would be overwritten.
+
+        Args:
+            weights: Canonical weights, or a checkpoint (folder) with the same layer. From a checkpoint the router is
+                reloaded too if this layer has one.
+            layer: Index of the layer in the checkpoint. Default: the one that this layer was loaded from.
+
+        Raises:
+            TensorError: The new weights do not fit; the old weights are untouched.
+            CheckpointError: The checkpoint cannot be read.
+            ConfigError: The checkpoint's layer differs, or this layer shares its tensors with the caller that
+                created them, and the reload would overwrite these.
         """
         if not self.owns_weights:
             raise ConfigError(
@@ -404,10 +501,10 @@ class FusedMoELayer(nn.Module):
                 f"the new weights are {_keys(weights.weight_key, weights.activation_key)}"
             )
         weights.validate(self.config)
-        # the layer's tensors are its own, and have the layout of such
+        # The layer owns its tensors, so they have the layout of tensors that are not shared.
         ready = replace(weights.to(self.weights.device).detached().row_major(), shared=False)
         converted = self.kernel.experts.convert(ready)
-        # whatever can fail comes before the first write, which is that of copy_
+        # Everything that can fail must come before the first write, in copy_.
         for name in router:
             check_writable(name, getattr(self, name))
         self.kernel.weights.copy_(converted)
@@ -415,10 +512,10 @@ class FusedMoELayer(nn.Module):
             getattr(self, name).copy_(tensor)
 
     def _quantized(self, weights: MoEWeights) -> MoEWeights:
-        """16-bit ``weights`` with the layer's keys; as they are where the layer's are in 16 bits too."""
+        """Quantize 16-bit ``weights`` to the layer's keys; a no-op for a 16-bit layer."""
         if self.selection.weight_key is None:
             return weights
-        # scales of static activations may come along; else the layer's stay
+        # Static activation scales may come with the weights; otherwise the layer's are kept.
         weights = replace(
             weights, activation_key=None if weights.w13_input_scale is None else self.selection.activation_key
         )
@@ -428,15 +525,16 @@ class FusedMoELayer(nn.Module):
             found = recipe_of(self.selection).quantize(here)
             return completed(found, self.selection, self.config, self.weights.quant_config)
         found = self.online.quantize(here)
-        if self.selection.weight_key != found.weight_key:  # finer groups, for equal shares of columns
+        if self.selection.weight_key != found.weight_key:  # finer groups, for equal column shards
             found = refine(self.config, found, self.selection.weight_key)
             found = replace(found, activation_key=self.selection.activation_key)
         return found
 
     def _read(self, checkpoint: Checkpoint | str | os.PathLike[str], layer: int | None) -> tuple[LayerSource, bool]:
-        """The layer of a checkpoint that replaces this one, without its weights.
+        """Find the layer of a checkpoint that replaces this one, without reading its weights.
 
-        Also whether it is in 16 bits, which :func:`moe_core.layer.recipe.recipe_of` quantizes.
+        Returns:
+            The source, and whether it has 16-bit weights that :func:`moe_core.layer.recipe.recipe_of` quantizes.
         """
         from moe_core.checkpoint import read_layer
         from moe_core.checkpoint.experts.layer_experts import find_layer
@@ -470,21 +568,21 @@ class FusedMoELayer(nn.Module):
                 break
         for name in _SAME_LAYER:
             old, new = getattr(self.config, name), getattr(source.config, name)
-            # where each call is given its experts, a model may choose more or fewer than config.json says
+            # Where routing is given per call, a model may choose another number of experts than config.json states.
             if old != new and not (name == "top_k" and self.routing is None):
                 raise ConfigError(f"{source.prefix} of {there.path} has {name}={new}, the layer has {old}")
         return source, recipe is not None
 
     def _held(self) -> list[int] | None:
-        """Global ids of the experts that are here, in their order; None for all."""
+        """Global ids of the local experts, in local order; None for all experts."""
         movement = self.kernel.prepare_finalize
         if movement is not None and movement.maps_experts and movement.placement is not None:
-            # experts may have moved since the map was made
+            # Experts may have moved since the map was made.
             return list(movement.placement.ranks[self.config.parallel.ep_rank])
         return self._mapped()
 
     def _router_of(self, source: LayerSource) -> dict[str, Tensor]:
-        """The router of another checkpoint, by the names of this layer's tensors."""
+        """The router tensors of another checkpoint, by the names of this layer's tensors."""
         found: dict[str, Tensor] = {}
         for name in ("router_weight", "router_bias", "correction_bias"):
             mine: Tensor | None = getattr(self, name)
@@ -511,17 +609,17 @@ class FusedMoELayer(nn.Module):
         super()._load_from_state_dict(left, prefix, *arguments)
 
     def load_experts(self, tensors: Mapping[str, Any], prefix: str, form: ExpertsForm | None = None) -> None:
-        """Replace the experts by entries of a state dict; without any they stay.
+        """Replace the experts by entries of a state dict; keep the current ones if there are none.
 
         Args:
-            tensors: entries below ``prefix``, by the remainders of their names
+            tensors: Entries below ``prefix``, by the remainders of their names
                 (:func:`moe_core.layer.state_dicts.experts_of`).
-            prefix: of their names in the state dict, for errors.
-            form: how stacked tensors are laid out.
+            prefix: Prefix of their names in the state dict, for error messages.
+            form: Layout of stacked tensors.
 
         Raises:
-            ConfigError: with the old experts untouched, where the tensors are not all of the layer's experts, or do not
-                fit.
+            ConfigError: The tensors do not cover all experts of the layer, or do not fit. The old experts are
+                untouched.
         """
         if not tensors:
             return
@@ -546,7 +644,7 @@ class FusedMoELayer(nn.Module):
         )
 
     def _check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """ConfigError where ``fn``, which a module's ``_apply`` is about to use, would move or convert the layer."""
+        """Raise ConfigError if ``fn``, an argument of ``_apply``, would move or convert the layer."""
         dtype, device = self.config.dtype, self.weights.device
         with torch.no_grad():
             probe = fn(torch.empty(0, dtype=dtype, device=device))
@@ -563,9 +661,9 @@ class FusedMoELayer(nn.Module):
 
 
 def _check_first(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``Module._apply``, which asks all layers of moe_core below a module before it changes the first tensor.
+    """Wrap ``Module._apply`` to check all moe_core layers of a module before any tensor changes.
 
-    It converts children one after the other: a layer alone could refuse only when others are converted already.
+    ``_apply`` converts children one after another, so a layer on its own could only refuse after others were converted.
     """
 
     within = threading.local()
@@ -590,7 +688,7 @@ nn.Module._apply = _check_first(nn.Module._apply)  # type: ignore[method-assign]
 
 
 def _own(tensor: Tensor | None) -> Tensor | None:
-    """A copy that nobody else holds; of a parameter, a parameter."""
+    """Clone a tensor, so that nothing else references it; a parameter stays a parameter."""
     if not isinstance(tensor, Tensor):
         return tensor
     copied = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -609,9 +707,12 @@ def _keys(weight_key: QuantKey | None, activation_key: QuantKey | None) -> str:
 class LayerOrigin:
     """Where a layer came from, and how it was read.
 
-    - ``index`` in its model (None: the first with experts), ``stack`` of layers
-    - ``activation_key``, ``given``: what was asked for
-    - ``routing_reason``: why it has no routing, if it has none
+    Attributes:
+        index: Index in its model; None for the first layer with experts.
+        activation_key: Activation key that was requested.
+        stack: Stack of layers in the model, if it has several.
+        given: Settings that were requested.
+        routing_reason: Why the layer has no routing, if it has none.
     """
 
     index: int | None
@@ -621,7 +722,7 @@ class LayerOrigin:
     routing_reason: str | None = None
 
 
-#: what a reloaded layer must have in common with the one whose place it takes
+#: Config fields that a reloaded layer must share with the one it replaces.
 _SAME_LAYER = (
     "num_experts",
     "top_k",
@@ -637,9 +738,12 @@ _SAME_LAYER = (
 
 @contextlib.contextmanager
 def experts_left_out(model: nn.Module) -> Iterator[None]:
-    """Within it, ``model.state_dict()`` (and ``save_pretrained``) leaves all experts out without a word.
+    """Let ``model.state_dict()`` and ``save_pretrained`` omit all experts without a warning.
 
-    Whoever reads what is written then needs the experts from elsewhere: the checkpoint that they came from.
+    Loading what was written then requires the experts from the checkpoint that they came from.
+
+    Args:
+        model: Model whose layers are affected while the context is active.
     """
     check_instance("model", model, nn.Module)
     layers = [module for module in model.modules() if isinstance(module, FusedMoELayer)]
@@ -654,14 +758,21 @@ def experts_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-    """A checkpoint from what users pass."""
+    """Open a checkpoint from a path; return a Checkpoint as it is.
+
+    Args:
+        path: Folder, or an open checkpoint.
+
+    Returns:
+        The open checkpoint.
+    """
     from moe_core.checkpoint import Checkpoint
 
     return path if isinstance(path, Checkpoint) else Checkpoint.open(path)
 
 
 def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
-    """The map of a rank with consecutive experts, as groups place them by default; None where none is asked."""
+    """Expert map of a rank with consecutive experts (the default), or None if not needed."""
     config, movement = kernel.config, kernel.prepare_finalize
     if config.local_experts == config.num_experts or (movement is not None and movement.maps_experts):
         return None
@@ -675,13 +786,24 @@ def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
 
 
 def room_for_lora(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
-    """Empty places for adapters, where the config is enabled for them."""
+    """Allocate empty slots for LoRA adapters if the config enables them.
+
+    Args:
+        config: Config of the layer.
+        device: Device of the slots.
+
+    Returns:
+        The slots, or None if LoRA is disabled.
+    """
     return LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
 
 
 def _fixed_rows_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x`` [M, K] times ``matrix`` [K, N], in products of one size, so that a row's bits do not depend on M."""
-    # rows of one tile are summed alike on a GPU; a CPU's products differ among places too
+    """Multiply ``x`` [M, K] by ``matrix`` [K, N] in products of one fixed size.
+
+    The bits of a row then do not depend on M.
+    """
+    # On a GPU all rows of a tile are summed alike; on a CPU results differ by row position too.
     rows = 16 if x.is_cuda else 1
     parts = torch.split(F.pad(x, (0, 0, 0, -len(x) % rows)), rows)
     return torch.cat([part.clone() @ matrix for part in parts])[: len(x)]

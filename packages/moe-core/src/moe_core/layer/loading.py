@@ -1,4 +1,4 @@
-"""Layers of checkpoints: which backend runs one, reading it, and several of them, one after the other."""
+"""Load layers of checkpoints: select a backend, read one layer or several in sequence."""
 
 from __future__ import annotations
 
@@ -56,30 +56,52 @@ def load_layer(
     assume: bool = False,
     top_k: int | None = None,
 ) -> FusedMoELayer:
-    """One MoE layer of a checkpoint folder: format, scheme, selection and conversion.
+    """Load one MoE layer of a checkpoint: detect its format, select a backend and convert.
 
-    ``layer``: index in the model, default the first MoE layer.  ``experts``: global ids to load
-    (expert parallelism; ``placement.ranks[ep_rank]`` of a placement), default all; with some of them the layer gets the
-    matching expert map.  ``parallel``: the rank whose experts (consecutive ones, unless ``experts`` names them) and
-    whose columns of them (tensor parallelism) are read; the outputs of the ranks add up to the layer's, as long as no
-    expert is on several ranks (with replicas give ``groups`` and ``placement``).  Equal shares
-    of columns that part groups of scales are taken where a kernel takes finer groups
-    (:mod:`moe_core.parallel.shard_plan`). ``groups`` of the ranks, which say ``parallel`` too, and the ``placement`` of
-    experts on them: tokens and results cross ranks, and each call's output is whole
-    (:class:`moe_core.parallel.distributed.ParallelGroups`). ``quantize``: what to make of 16-bit experts, by the name
-    that a scheme gives it ("fp8_per_channel"); they are quantised expert by expert while they are read.
-    ``activation_key``: what activations are quantised as, a key or its name, None for 16 bits; default what the
-    checkpoint says.  ``max_loras`` > 0: a backend that applies LoRA adapters, and so many empty places of rank
-    ``max_lora_rank`` in the layer's :attr:`~FusedMoELayer.lora`. ``max_num_tokens``: most tokens that a rank brings,
-    which all2all backends with buffers of a fixed size need. ``stack``: of a model with several stacks of layers, the
-    first part of the tensors' names ("talker").
+    The routing and activation follow from config.json's ``model_type``. An unknown model type is rejected, unless both
+    are given or ``assume`` accepts the guess, with a CheckpointWarning. ``routing``, ``activation`` and
+    ``activation_params`` take precedence over config.json.
 
-    How experts are chosen and what they compute follows from config.json's ``model_type``; one that is not known is
-    refused, unless both are given or ``assume`` accepts what is guessed, with a CheckpointWarning.  ``routing``: a
-    config, its text (:meth:`~moe_core.spec.routing.RoutingConfig.parse`: "softmax,renormalize"), or "per_call" where
-    each call is given topk_weights and topk_ids; ``activation`` with ``activation_params``.  They win over config.json.
+    Args:
+        path: Checkpoint folder, or an open checkpoint.
+        layer: Index in the model. Default: the first MoE layer.
+        device: Device to load to. Default: the GPU if there is one, otherwise the CPU.
+        backend: Backend name, or "auto".
+        dtype: Dtype of hidden states.
+        experts: Global ids of the experts to load (expert parallelism; ``placement.ranks[ep_rank]`` of a placement).
+            Default: all. With a subset, the layer gets the matching expert map.
+        parallel: Rank whose experts are read (consecutive ones, unless ``experts`` names them), and whose column shard
+            of them (tensor parallelism). The outputs of the ranks add up to the layer's, provided that no expert is on
+            several ranks; with replicas, pass ``groups`` and ``placement``. Equal column shards that split scale groups
+            are accepted if a kernel supports finer groups (:mod:`moe_core.parallel.shard_plan`).
+        groups: Process groups of the ranks, which also define ``parallel``. Tokens and results then cross ranks, and
+            the output of each call is complete (:class:`moe_core.parallel.distributed.ParallelGroups`).
+        placement: Placement of experts on the ranks of ``groups``.
+        quantize: Online quantization of 16-bit experts, by the name that a scheme gives it ("fp8_per_channel"). They
+            are quantized expert by expert while they are read.
+        activation_key: Quantization of activations: a key, its name, or None for 16 bits. Default: what the checkpoint
+            specifies.
+        max_loras: If positive, select a backend that applies LoRA adapters, and allocate this number of empty slots in
+            the layer's :attr:`~FusedMoELayer.lora`.
+        max_lora_rank: Rank of the LoRA slots.
+        max_num_tokens: Largest number of tokens that a rank brings; all2all backends with fixed-size buffers need it.
+        stack: For a model with several stacks of layers, the first part of the tensor names ("talker").
+        routing: A config, its text form (:meth:`~moe_core.spec.routing.RoutingConfig.parse`: "softmax,renormalize"), or
+            "per_call" if each call gets topk_weights and topk_ids.
+        activation: Activation function.
+        activation_params: Parameters of ``activation``.
+        assume: Whether to accept guesses for an unknown model type.
+        top_k: Number of experts per token, in place of config.json's.
 
-    Raises CheckpointError, SchemeNotInstalledError, SelectionError, TensorError, ConfigError.
+    Returns:
+        The layer.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        SchemeNotInstalledError: No installed package provides the scheme.
+        SelectionError: No backend can run the layer.
+        TensorError: Tensors do not fit.
+        ConfigError: Invalid or inconsistent arguments.
     """
     from moe_core.checkpoint import Given, read_layer
 
@@ -107,7 +129,7 @@ def load_layer(
         given=given,
         parallel=parallel,
     )
-    # selection comes before the weights are read: an impossible request costs no gigabytes
+    # Select before reading the weights: an impossible request then reads no gigabytes.
     chosen = ChosenLayer.of(
         source,
         device=target,
@@ -126,11 +148,17 @@ def load_layer(
 
 
 def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None, None]:
-    """The layers, in order; the next two are read while one is converted.
+    """Load layers in order; the next two are read while one is converted.
 
-    At a time there are those that were returned, the tensors of a layer that is converted and those of two that are
-    read; on the way to the last layer that is never more than all layers take and one of them again, beside some
-    hundred MB on their way.  Closing the iterator ends the reading.
+    At any time memory holds the returned layers, the tensors of the layer being converted and those of the two being
+    read. Until the last layer, the peak is at most the size of all layers plus one of them, in addition to some hundred
+    MB in flight. Closing the iterator ends the reading.
+
+    Args:
+        chosen: Layers to load, with their selected backends.
+
+    Returns:
+        Generator of the layers.
     """
     from moe_core.checkpoint.files.reading_threads import read_ahead
 
@@ -141,8 +169,16 @@ def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None,
 class ChosenLayer:
     """A layer of a checkpoint, and the backend that was selected for it on ``device``.
 
-    ``online``: how its 16-bit weights are quantised; ``mapped``: whether it gets an expert map; ``groups`` and
-    ``placement``: of a layer over several ranks, see :func:`load_layer`.
+    Attributes:
+        source: The layer in the checkpoint; its weights have not been read.
+        selection: Selected backend.
+        oracle: Oracle of the layer's scheme.
+        device: Device to load to.
+        online: How the layer's 16-bit weights are quantized.
+        origin: Where the layer comes from, for reloads.
+        mapped: Whether the layer gets an expert map.
+        groups: Process groups of a layer over several ranks; see :func:`load_layer`.
+        placement: Placement of experts on these ranks; see :func:`load_layer`.
     """
 
     source: LayerSource
@@ -171,9 +207,27 @@ class ChosenLayer:
         groups: ParallelGroups | None = None,
         placement: ExpertPlacement | None = None,
     ) -> ChosenLayer:
-        """``source`` is what :func:`moe_core.checkpoint.read_layer` returned for the same arguments.
+        """Select the backend of a layer.
 
-        Raises SelectionError.
+        Args:
+            source: Result of :func:`moe_core.checkpoint.read_layer` for the same arguments.
+            device: Device to load to.
+            backend: As in :func:`load_layer`.
+            online: Online quantization of 16-bit weights.
+            activation_key: As in :func:`load_layer`.
+            stack: As in :func:`load_layer`.
+            given: Settings that take precedence over config.json.
+            max_loras: As in :func:`load_layer`.
+            max_lora_rank: As in :func:`load_layer`.
+            max_num_tokens: As in :func:`load_layer`.
+            groups: As in :func:`load_layer`.
+            placement: As in :func:`load_layer`.
+
+        Returns:
+            The layer with its selection.
+
+        Raises:
+            SelectionError: No backend can run the layer.
         """
         oracle = registry().oracle(source.scheme)
         config = replace(source.config, max_num_tokens=max_num_tokens)
@@ -185,16 +239,26 @@ class ChosenLayer:
         return ChosenLayer(source.with_cut(cut), selection, oracle, device, online, origin, mapped, groups, placement)
 
     def nbytes_ahead(self) -> int:
-        """Bytes to read; 0 where they are better read in turn: 16-bit weights take more than what becomes of them."""
+        """Number of bytes to read ahead; 0 if the layer is better read in turn.
+
+        This is the case for online quantization: the 16-bit weights take more memory than the quantized ones.
+        """
         return self.source.layer.nbytes if self.online is None else 0
 
     def weights(self) -> MoEWeights:
-        """Reads the canonical weights."""
+        """Read the canonical weights."""
         return self.source.weights(device=self.device)
 
     @without_autocast
     def layer(self, weights: MoEWeights) -> FusedMoELayer:
-        """The layer of :meth:`weights`, which are converted."""
+        """Convert weights and build the layer.
+
+        Args:
+            weights: Result of :meth:`weights`.
+
+        Returns:
+            The layer, which owns its weights.
+        """
         source, device = self.source, self.device
         lora = room_for_lora(self.selection.config, device)
         converted = self.oracle.convert(self.selection, weights)

@@ -1,4 +1,4 @@
-"""What a layer makes of 16-bit weights: those of its own keys, also where it was read from a quantized checkpoint."""
+"""Quantize 16-bit weights to the keys of a layer, even one from a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ _STATIC = {
 
 
 def recipe_of(selection: Selection) -> OnlineQuantization:
-    """How 16-bit weights become weights of the selection's key; :func:`completed` adds what the key has beside codes.
+    """Return how to quantize 16-bit weights to the weight key of a selection.
 
-    Raises ConfigError for keys whose weights a checkpoint alone brings.
+    :func:`completed` adds the tensors that the key requires in addition to the codes.
+
+    Args:
+        selection: Selection of the layer.
+
+    Returns:
+        The online quantization.
+
+    Raises:
+        ConfigError: The key is for weights that only a checkpoint can provide, or the layer has 16-bit weights.
     """
     key, activation, scheme = selection.weight_key, selection.activation_key, selection.report.scheme
     if key is None:
@@ -47,9 +56,19 @@ def recipe_of(selection: Selection) -> OnlineQuantization:
 def completed(
     weights: MoEWeights, selection: Selection, config: FusedMoEConfig, held: FusedMoEQuantConfig
 ) -> MoEWeights:
-    """``weights`` of :func:`recipe_of`, with what the layer ``held`` beside codes: static scales of activations.
+    """Add the tensors that the layer's keys require in addition to codes and scales.
 
-    Columns of permuted keys get their groups in the order of the columns.
+    These are the layer's static activation scales and zero points, unless ``weights`` have them. For permuted keys they
+    also include group indices, which assign groups in the order of the columns.
+
+    Args:
+        weights: Weights quantized by :func:`recipe_of`.
+        selection: Selection of the layer.
+        config: Config of the layer.
+        held: The layer's quantization tensors.
+
+    Returns:
+        Weights with the keys of the selection.
     """
     key, activation = selection.weight_key, selection.activation_key
     extra: dict[str, Any] = {}

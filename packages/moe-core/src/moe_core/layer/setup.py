@@ -1,4 +1,4 @@
-"""What an engine does once, with all layers of a model: scratch memory that they share, kernels compiled in advance."""
+"""One-time setup of a model's layers: a shared workspace, and kernels compiled in advance."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.spec.config import whole_number
 from moe_core.spec.workspace import Workspace
 
-#: a model that holds layers, or layers and kernels one by one
+#: A model that contains layers, or individual layers and kernels.
 Layers = nn.Module | FusedMoEKernel | Iterable["FusedMoELayer | FusedMoEKernel"]
 
 
 def share_workspace(layers: Layers, max_tokens: int) -> Workspace:
-    """One workspace for all ``layers`` of a model, large enough for calls with at most ``max_tokens`` tokens.
+    """Allocate one workspace for all layers of a model.
 
-    ``layers``: the model, or its layers or kernels.  They must run one after another on one stream.  Nothing is
-    allocated for scratch memory after that, so what the model takes is known, and captured CUDA graphs share it.
-    Returns the workspace: its ``nbytes`` are part of the model's memory.  Raises ConfigError where there is no layer,
-    or layers are on several devices: share one for each.
+    The layers must run one after another on one stream. No scratch memory is allocated afterwards, so the memory use of
+    the model is known, and captured CUDA graphs share it.
+
+    Args:
+        layers: The model, or its layers or kernels.
+        max_tokens: Largest number of tokens of a call.
+
+    Returns:
+        The workspace; its ``nbytes`` count towards the memory of the model.
+
+    Raises:
+        ConfigError: There are no layers, or they are on several devices. In that case share one workspace per device.
     """
     kernels = [kernel for kernel, _ in _kernels(layers)]
     whole_number("max_tokens", max_tokens)
@@ -40,28 +48,35 @@ def share_workspace(layers: Layers, max_tokens: int) -> Workspace:
 
 
 def warm_up(layers: Layers, max_tokens: int, *, progress: Progress | None = None) -> int:
-    """Compile every kernel that calls of ``layers`` with 1 to ``max_tokens`` tokens launch, several at a time.
+    """Compile every kernel that calls with 1 to ``max_tokens`` tokens launch, in parallel.
 
-    ``layers``: the model, or its layers or kernels; those that are alike share their kernels.  No later call compiles,
-    in a CUDA graph's capture say, as long as its tensors start at multiples of 16 bytes, their rows follow each other,
-    and no caller says that it has chosen them (``tokens_per_rank`` of a layer whose tokens cross no ranks).  Expert ids
-    of 32 and 64 bits are provided for, calls with and without adapters where a layer has places for them, and the
-    layer's routing, of logits in float32 or its own dtype.  Nothing runs, and no memory is taken but that of the
-    kernels.
+    Layers that are alike share their kernels. Nothing runs, and no memory is used except for the kernels. No later call
+    compiles, for example during CUDA graph capture, provided that its tensors are 16-byte aligned, their rows are
+    contiguous, and no caller passes ``tokens_per_rank`` to a layer whose tokens do not cross ranks. Covered are 32- and
+    64-bit expert ids, calls with and without adapters for a layer with LoRA slots, and the layer's routing of logits in
+    float32 or its own dtype.
 
-    Experts that call a kernel library are called instead, with 1, 2, 4 … ``max_tokens`` random tokens, since only a
-    call makes the library compile or load what it needs.  Where tokens cross ranks, every rank warms up with the same
-    number.  On a CPU there is nothing to do.
+    Experts that call a kernel library are run instead, with 1, 2, 4 … ``max_tokens`` random tokens: only a call makes
+    the library compile or load what it needs. If tokens cross ranks, every rank must warm up with the same number. On a
+    CPU there is nothing to do.
 
-    ``progress`` is told how many kernels are ready, and of how many; it may be called by other threads.  Returns that
-    number, without what libraries compile.  Raises ConfigError where there is no layer, and what Triton raises for a
-    kernel that it cannot compile.
+    Args:
+        layers: The model, or its layers or kernels.
+        max_tokens: Largest number of tokens of a call.
+        progress: Callback that gets the number of ready kernels and their total; other threads may call it.
+
+    Returns:
+        Number of compiled kernels, without those that libraries compile.
+
+    Raises:
+        ConfigError: There are no layers.
+        Exception: Whatever Triton raises for a kernel that it cannot compile.
     """
     return compile_calls(_kernels(layers), max_tokens, progress=progress)
 
 
 def _kernels(layers: Layers) -> Iterator[tuple[FusedMoEKernel, FusedMoELayer | None]]:
-    """(kernel, its layer if it has one) of each; ConfigError where there is none."""
+    """Yield (kernel, its layer or None); raise ConfigError if there are none."""
     check_instance("layers", layers, nn.Module, FusedMoEKernel, Iterable)
     given = layers.modules() if isinstance(layers, nn.Module) else layers
     found = 0

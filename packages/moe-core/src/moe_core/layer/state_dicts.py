@@ -1,7 +1,8 @@
-"""Experts and torch's state dicts: who may ask for one without them, and which tensors replace them.
+"""Experts in torch state dicts: who may omit them, and which tensors replace them.
 
-A layer's weights are in a backend's layout, so ``state_dict()`` leaves them out.  That suits who reads a part of it (an
-adapter's tensors, names).  Functions that write or offload a whole model would lose the experts: they are refused.
+A layer's weights are in a backend's layout, so ``state_dict()`` omits them. This is fine for code that reads a part of
+it (adapter tensors, names). Functions that write or offload a whole model would lose the experts, so they raise an
+error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _OFFLOADS = (
     "offloads a model's tensors, and experts cannot be offloaded: they run where they are kept. Use "
     "accelerate.dispatch_model, or a device_map that keeps the experts on their devices"
 )
-#: (module, function) that needs all tensors of the state dict that it asks for, and what it would do without experts
+#: (module, function) that needs every tensor of the state dict it requests -> what it would do without the experts.
 _NEED_ALL = {
     ("transformers.modeling_utils", "save_pretrained"): _WRITES,
     ("transformers.trainer", "_save"): _WRITES,
@@ -40,14 +41,19 @@ _NEED_ALL = {
     ("accelerate.big_modeling", "cpu_offload"): _OFFLOADS,
     ("accelerate.big_modeling", "disk_offload"): _OFFLOADS,
 }
-#: key in the metadata of a state dict, of a layer that was left out
+#: Key in the metadata of a state dict that marks a layer as omitted.
 _LEFT_OUT = "experts_left_out"
 
 
 def leave_out(destination: Any, prefix: str) -> None:
-    """Note in ``destination``, a state dict, that the experts of ``prefix`` are not in it; warn once for each.
+    """Record in a state dict that experts are omitted; warn once per state dict.
 
-    Raises ConfigError where the function that asked for it writes, or offloads, a whole model.
+    Args:
+        destination: State dict.
+        prefix: Prefix of the names of the omitted layer.
+
+    Raises:
+        ConfigError: The function that requested the state dict writes or offloads a whole model.
     """
     name, why = _asked_by()
     if why is not None:
@@ -65,11 +71,11 @@ def leave_out(destination: Any, prefix: str) -> None:
 
 
 def _asked_by() -> tuple[str, str | None]:
-    """The function that called ``state_dict()``, and what it would do without experts; None where it needs none."""
+    """Name the caller of ``state_dict()``, and what it would do without experts, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        # torch's own recursion, this package's, and overrides that call their base class
+        # Skip torch's own recursion, this package, and overrides that call their base class.
         if not module.startswith(("torch.", "moe_core.")) and function != "state_dict":
             return function, _NEED_ALL.get((module, function))
         frame = frame.f_back  # type: ignore[assignment]
@@ -78,10 +84,13 @@ def _asked_by() -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """How a module that owned the experts held them: as the decorator of transformers' experts says.
+    """Layout of stacked experts in the module that owned them.
 
-    - ``transposed``: [E, K, 2N] and [E, N, K] instead of [E, 2N, K] and [E, K, N]
-    - ``interleaved``: gate and up rows in turns
+    The fields match the decorator of transformers' experts.
+
+    Attributes:
+        transposed: Whether shapes are ``[E, K, 2N]`` and ``[E, N, K]`` instead of ``[E, 2N, K]`` and ``[E, K, N]``.
+        interleaved: Whether gate and up rows alternate.
     """
 
     transposed: bool = False
@@ -94,18 +103,21 @@ def experts_of(
     keys: tuple[QuantKey | None, QuantKey | None],
     form: ExpertsForm | None = None,
 ) -> MoEWeights:
-    """Weights of one layer from entries of a state dict, named relative to the experts' module.
+    """Build the weights of one layer from entries of a state dict.
 
     Args:
-        tensors: canonical ones by the fields of MoEWeights (``w13``, ``w2``, ``w13_scale`` …), 16-bit or of the
-            layer's keys; or 16-bit experts, stacked (``gate_up_proj``, ``down_proj``, ``…_bias``) or one by one
-            (``3.gate_proj.weight``).
-        config: of the layer.
-        keys: its weight key and activation key.
-        form: how stacked tensors are laid out, default [E, 2N, K] with the gate first, where their shapes say so.
+        tensors: Entries, named relative to the experts' module. Either canonical tensors by the fields of MoEWeights
+            (``w13``, ``w2``, ``w13_scale`` …), 16-bit or quantized with the layer's keys; or 16-bit experts, stacked
+            (``gate_up_proj``, ``down_proj``, ``…_bias``) or one by one (``3.gate_proj.weight``).
+        config: Config of the layer.
+        keys: Weight key and activation key of the layer.
+        form: Layout of stacked tensors. Default: ``[E, 2N, K]`` with the gate first, if the shapes are unambiguous.
+
+    Returns:
+        The weights.
 
     Raises:
-        ConfigError: for a name that is none of these, and where some are missing.
+        ConfigError: A name is none of these, or tensors are missing.
     """
     if any("lora_" in name for name in tensors):
         raise ConfigError("adapters of experts are not supported: use an adapter of the other modules alone")

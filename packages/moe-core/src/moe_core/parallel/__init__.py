@@ -1,1 +1,1 @@
-"""Layers over several ranks: shards, placements of experts, process groups, prepare/finalize."""
+"""Layers over several ranks: shards, expert placements, process groups, prepare/finalize."""

@@ -1,4 +1,4 @@
-"""Checks of the process groups and the placement that a caller gives."""
+"""Checks of the process groups and the placement passed by a caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ if TYPE_CHECKING:
 
 
 def check_placed(groups: ParallelGroups | None, placement: ExpertPlacement | None) -> None:
-    """ConfigError for what is neither, and for a placement without the ranks that it is of."""
+    """Check that groups and placement are valid, and that a placement comes with its groups.
+
+    Args:
+        groups: Process groups of a layer's ranks, if any.
+        placement: Placement of experts on these ranks, if any.
+
+    Raises:
+        ConfigError: An argument has the wrong type, or a placement is passed without groups.
+    """
     if groups is not None:
         from moe_core.parallel.distributed.groups import ParallelGroups
 

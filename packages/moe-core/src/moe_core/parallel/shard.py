@@ -1,7 +1,8 @@
-"""A rank's part of a layer: some of its experts (expert parallelism), some columns of each (tensor parallelism).
+"""A rank's shard of a layer: some of its experts, or some columns of each expert.
 
-Tensor parallelism cuts the intermediate size: rows of gate and up, columns of w2 (:mod:`moe_core.parallel.shard_plan`).
- The ranks' outputs add up to the layer's.
+The former is expert parallelism, the latter tensor parallelism; both can be combined. Tensor parallelism splits the
+intermediate size: rows of gate and up, columns of w2 (:mod:`moe_core.parallel.shard_plan`). The outputs of the ranks
+add up to the layer's.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from moe_core.spec.weights import MoEWeights
 
 @dataclass(frozen=True, eq=False)
 class LayerShard:
-    """What one rank has of a layer.
+    """One rank's shard of a layer.
 
-    ``config`` with this rank's sizes, ``weights`` in memory of their own where they were cut, ``experts``: global ids
-    of the experts that are here, ``expert_map`` [E] int32 for the layer, None where all are.
+    Attributes:
+        config: Config with this rank's sizes.
+        weights: This rank's weights; tensors that were split are copies.
+        experts: Global ids of the local experts.
+        expert_map: Local index of each expert, int32 ``[E]``; None if all experts are local.
     """
 
     config: FusedMoEConfig
@@ -43,17 +47,29 @@ def shard_layer(
     experts: Sequence[int] | None = None,
     cut: ColumnCut | None = None,
 ) -> LayerShard:
-    """The part of a whole layer that a rank of ``parallel`` holds.
+    """Extract the shard of a whole layer that one rank holds.
 
-    ``config`` and canonical ``weights`` are the whole layer's: ``config.parallel`` has one rank.  ``experts``: global
-    ids for this rank, default consecutive ones (those of a placement: ``placement.ranks[ep_rank]``).  ``cut``: how
-    tensor-parallel ranks share the columns, one of :func:`moe_core.parallel.shard_plan.column_cuts` of this layer, the
-    same on all ranks; default: whole groups of scales, where they go around, else the coarsest.  The outputs of the
-    ranks add up, as long as no expert is on several of them: an all-reduce gives the layer's output, w2's bias is the
-    first tensor-parallel rank's.  (With replicas a placement must say which rank takes a token:
-    :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.)
-    Raises ConfigError for a layer that is a rank's part already, for another layer's ``cut``, for ranks among which no
-    cut shares the columns, and for fewer experts than ranks; TensorError for weights that don't fit ``config``.
+    The outputs of the ranks add up, provided that no expert is on several of them: an all-reduce gives the layer's
+    output. The bias of w2 is kept on the first tensor-parallel rank. With replicas, a placement must define which rank
+    takes a token: use :meth:`moe_core.FusedMoELayer.from_weights` with ``groups`` and ``placement``.
+
+    Args:
+        config: Config of the whole layer; ``config.parallel`` must have one rank.
+        weights: Canonical weights of the whole layer.
+        parallel: The rank.
+        experts: Global ids of this rank's experts. Default: consecutive ones. For a placement:
+            ``placement.ranks[ep_rank]``.
+        cut: How tensor-parallel ranks split the columns: one of :func:`moe_core.parallel.shard_plan.column_cuts` of
+            this layer, the same on all ranks. Default: whole scale groups if there are enough for all ranks, otherwise
+            the coarsest groups.
+
+    Returns:
+        The shard.
+
+    Raises:
+        ConfigError: The layer is already a shard, ``cut`` is for another layer, no split exists for this number of
+            ranks, or there are fewer experts than ranks.
+        TensorError: The weights do not fit ``config``.
     """
     check_instance("config", config, FusedMoEConfig)
     check_instance("weights", weights, MoEWeights)
@@ -97,7 +113,7 @@ def shard_layer(
 
 
 def _expert_ids(experts: object, num_experts: int) -> tuple[int, ...]:
-    """``experts`` as plain integers.  Raises ConfigError unless these are distinct ids of the layer's experts."""
+    """Convert ``experts`` to integers; raise ConfigError unless they are distinct valid ids."""
     try:
         chosen = tuple(operator.index(expert) for expert in experts)  # type: ignore[attr-defined]
     except TypeError:
@@ -109,14 +125,36 @@ def _expert_ids(experts: object, num_experts: int) -> tuple[int, ...]:
 
 
 def local_expert_range(num_experts: int, parallel: FusedMoEParallelConfig) -> tuple[int, ...]:
-    """Global ids of a rank's experts: consecutive, and one more on the first ranks where they do not divide."""
+    """Return the global ids of a rank's consecutive experts.
+
+    If the ranks do not divide the experts evenly, the first ranks hold one more.
+
+    Args:
+        num_experts: Number of experts of the layer.
+        parallel: The rank.
+
+    Returns:
+        The ids, ascending.
+
+    Raises:
+        ConfigError: There are fewer experts than ranks.
+    """
     if num_experts < parallel.ep_size:
         raise ConfigError(f"{num_experts} experts are too few for ep_size {parallel.ep_size}")
     return tuple(range(*share(num_experts, parallel.ep_size, parallel.ep_rank)))
 
 
 def map_of(experts: Sequence[int], num_experts: int, device: torch.device | str) -> Tensor:
-    """[E] int32: the place of each expert among the local ``experts``, -1 for the others."""
+    """Build an expert map: the index of each expert among the local ones, -1 for all others.
+
+    Args:
+        experts: Global ids of the local experts, in local order.
+        num_experts: Number of experts of the layer.
+        device: Device of the map.
+
+    Returns:
+        int32 ``[E]``.
+    """
     where = as_torch_device(device)
     expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=where)
     places = torch.tensor(list(experts), dtype=torch.int64, device=where)

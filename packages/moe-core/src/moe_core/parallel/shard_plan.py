@@ -1,13 +1,15 @@
-"""How tensor-parallel ranks share the columns of a layer's intermediate size, and cutting weights so.
+"""Split the intermediate size of a layer among tensor-parallel ranks.
 
-Columns that share a scale should stay together: rows of blocks of gate and up, groups of w2 and of the activations that
-enter it.  Where the ranks' equal shares part them, there are two ways, and the numbers of the weights are the same:
+Columns that share a scale should stay together: rows of blocks of gate and up, and groups of w2 and of the activations
+that enter it. If equal shards of the ranks split such groups, there are two options, neither of which changes the
+values of the weights:
 
-- *finer groups*: a scale is repeated for parts of its group, whose size divides every share.  Ranks stay equal; a
-  kernel must take such groups, and activations are quantised in groups as fine.
-- *whole groups*: some ranks have one more than others, and all wait for these.
+- *Finer groups*: a scale is repeated for sub-groups whose size divides every shard. Ranks stay equal, but a kernel must
+  support such groups, and activations are quantized in groups as fine.
+- *Whole groups*: some ranks get one group more than others, and all ranks wait for these.
 
-:func:`column_cuts` names those that a layer allows, which ranks need most balanced first; claims of backends decide.
+:func:`column_cuts` lists the splits that a layer allows, most balanced first. The claims of the backends decide between
+them.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_key import GroupShape, QuantKey
 from moe_core.spec.weights import MoEWeights
 
-#: columns of which uneven shares are multiples: tiles of GEMMs are no smaller
+#: Uneven shards are multiples of this number of columns, since GEMM tiles are no smaller.
 UNEVEN = 64
 
 
 @dataclass(frozen=True)
 class ColumnCut:
-    """Columns ``ranges[r]`` (begin, end) for each tensor-parallel rank ``r``, and the keys that its part has.
+    """A split of the columns among tensor-parallel ranks, and the resulting keys.
 
-    ``refined``: scales are repeated for finer groups than the layer's own.
+    Attributes:
+        ranges: Columns (begin, end) of each tensor-parallel rank.
+        weight_key: Key of the weights of a shard.
+        activation_key: Key of the activations of a shard.
+        refined: Whether scales are repeated for finer groups than the layer's own.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -44,7 +50,7 @@ class ColumnCut:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of columns that some rank has, largest first."""
+        """Distinct numbers of columns per rank, largest first."""
         return tuple(sorted({end - begin for begin, end in self.ranges}, reverse=True))
 
     def __str__(self) -> str:
@@ -57,10 +63,23 @@ class ColumnCut:
 def column_cuts(
     size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
 ) -> tuple[ColumnCut, ...]:
-    """Ways of sharing ``size`` columns among ``tp_size`` ranks, by the largest share, then by how coarse groups stay.
+    """List the ways to split the columns among ranks, most balanced first.
 
-    Equal shares that part no group are the only way then.  Raises ConfigError where there is no way: it says what equal
-    and uneven shares would be, and the next smaller number of ranks that has one.
+    They are sorted by the largest shard, then by how coarse the groups stay. If equal shards split no group, they are
+    the only result.
+
+    Args:
+        size: Intermediate size of the layer, in columns.
+        weight_key: Quantization of weights; None for 16 bits.
+        activation_key: Quantization of activations; None for 16 bits.
+        tp_size: Number of tensor-parallel ranks.
+
+    Returns:
+        The splits.
+
+    Raises:
+        ConfigError: There is none. The message states what equal and uneven shards would be, and the next smaller
+            ``tp_size`` that works.
     """
     found = _ways(size, weight_key, activation_key, tp_size)
     if not found:
@@ -69,23 +88,45 @@ def column_cuts(
 
 
 def plain_cut(cuts: tuple[ColumnCut, ...]) -> ColumnCut:
-    """The one that is nearest to the layer's own keys: whole groups, else the coarsest; of equals the most balanced.
+    """Return the split closest to the layer's own keys.
 
-    Backends that take finer groups take coarser ones too, down to some size, so these are taken by most.
+    This is whole groups if possible, otherwise the coarsest; ties go to the most balanced. Most backends support it,
+    since a backend that supports finer groups also supports coarser ones, down to some size.
+
+    Args:
+        cuts: Splits, from :func:`column_cuts`.
+
+    Returns:
+        One of them.
     """
     return by_coarseness(cuts)[0]
 
 
 def by_coarseness(cuts: Sequence[ColumnCut]) -> tuple[ColumnCut, ...]:
-    """Those that keep the layer's own keys, then those with finer and finer groups; of equals the most balanced first.
+    """Sort splits: those with the layer's own keys first, then those with ever finer groups.
 
-    ``cuts``: of :func:`column_cuts`.
+    Ties go to the most balanced.
+
+    Args:
+        cuts: Splits, from :func:`column_cuts`.
+
+    Returns:
+        The sorted splits.
     """
     return tuple(sorted(cuts, key=lambda cut: (cut.refined, *(-extent for extent in _group_extents(cut)))))
 
 
 def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | None) -> MoEWeights:
-    """The same weights with scales (and zero points) repeated for the finer groups of ``weight_key``; exact."""
+    """Repeat scales (and zero points) for finer groups; the values of the weights are unchanged.
+
+    Args:
+        config: Config of the layer.
+        weights: Weights of the layer.
+        weight_key: Key with the finer groups.
+
+    Returns:
+        Weights with this key; ``weights`` itself if nothing changes.
+    """
     own = weights.weight_key
     if own is None or weight_key is None or own == weight_key:
         return weights
@@ -109,9 +150,17 @@ def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | N
 
 
 def cut_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: int, *, with_bias: bool) -> MoEWeights:
-    """Columns ``begin`` to ``end``, which part no group of scales, in memory of their own.
+    """Slice a range of the intermediate columns out of a layer's weights.
 
-    ``with_bias``: whether w2's bias stays; it is zero on all ranks but one, so that outputs add up.
+    Args:
+        config: Config of the layer.
+        weights: Weights of the layer.
+        begin: First column; must not split a scale group.
+        end: Column after the last; must not split a scale group.
+        with_bias: Whether the bias of w2 is kept. It is zero on all ranks but one, so that outputs add up.
+
+    Returns:
+        Weights whose split tensors are copies.
     """
     if (begin, end) == (0, config.intermediate_size) and with_bias:
         return weights
@@ -119,7 +168,7 @@ def cut_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: in
     parts = 2 if config.is_gated else 1
 
     def rows(tensor: Tensor, first: int, last: int) -> Tensor:
-        """These rows of gate and up, [E, parts * rows, ...]."""
+        """The given rows of gate and up, [E, parts * rows, ...]."""
         split = tensor.view(tensor.shape[0], parts, -1, *tensor.shape[2:])
         return split[:, :, first:last].clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
@@ -147,7 +196,16 @@ def cut_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: in
 
 
 def share(count: int, size: int, rank: int) -> tuple[int, int]:
-    """(begin, end) of ``rank``'s share of ``count`` things; the first ranks have one more where they do not divide."""
+    """Split a count evenly among ranks; the first ranks get one more if it does not divide.
+
+    Args:
+        count: Number of items.
+        size: Number of ranks.
+        rank: Rank.
+
+    Returns:
+        (begin, end) of the rank's items.
+    """
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
@@ -156,13 +214,13 @@ def share(count: int, size: int, rank: int) -> tuple[int, int]:
 def _ways(
     size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
 ) -> tuple[ColumnCut, ...]:
-    """As :func:`column_cuts`; empty where there is no way."""
+    """Like :func:`column_cuts`, but empty if there is no split."""
     if tp_size == 1:
         return (ColumnCut(((0, size),), weight_key, activation_key),)
     each, left = divmod(size, tp_size)
     if not left and each % _unit(weight_key, activation_key) == 0:
         return (ColumnCut(_shares(tp_size, tp_size, each, size), weight_key, activation_key),)
-    # (what groups shall divide, if anything; what shares are multiples of, None: equal ones)
+    # (groups must divide this, None: keep them; shards are multiples of this, None: equal shards).
     ways: list[tuple[int | None, int | None]] = [(UNEVEN, UNEVEN), (None, UNEVEN)]
     ways += [] if left else [(each, None)]
     found = []
@@ -182,7 +240,7 @@ def _ways(
 
 
 def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int) -> str:
-    """Why ``tp_size`` ranks cannot share ``size`` columns, and how many fewer can."""
+    """Explain why ``tp_size`` ranks cannot split ``size`` columns, and how many fewer can."""
     each, left = divmod(size, tp_size)
     if left:
         equal = "it does not divide by that"
@@ -191,7 +249,7 @@ def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | N
         equal = f"equal shares of {each} columns part groups of {together}"
     uneven = math.lcm(_unit(_finer(weight_key, UNEVEN), _finer(activation_key, UNEVEN)), UNEVEN)
     count = -(-size // uneven)
-    # more ranks than uneven shares need equal ones
+    # More ranks than uneven shards require equal shards.
     candidates = (ranks for ranks in range(min(tp_size - 1, size), 0, -1) if ranks <= count or size % ranks == 0)
     fits = next(ranks for ranks in candidates if _ways(size, weight_key, activation_key, ranks))
     return (
@@ -202,20 +260,23 @@ def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | N
 
 
 def _group_extents(cut: ColumnCut) -> tuple[int, ...]:
-    """Rows and columns of groups of the weights, columns of those of the activations."""
+    """Rows and columns of a weight group, columns of an activation group."""
     weight, activation = cut.weight_key, cut.activation_key
     shape = () if weight is None else (weight.group_shape.row, weight.group_shape.col)
     return shape if activation is None else (*shape, activation.group_shape.col)
 
 
 def _shares(groups: int, tp_size: int, unit: int, size: int) -> tuple[tuple[int, int], ...]:
-    """The columns of each rank, of ``groups`` of ``unit`` columns (the last may be partial)."""
+    """Columns of each rank, given ``groups`` of ``unit`` columns (the last may be partial)."""
     parts = (share(groups, tp_size, rank) for rank in range(tp_size))
     return tuple((unit * first, min(unit * last, size)) for first, last in parts)
 
 
 def _extents(weight_key: QuantKey | None, activation_key: QuantKey | None) -> Iterator[int]:
-    """Columns that share something: a row of scale groups of gate and up, a column of those of w2 and h, a word."""
+    """Numbers of columns that share a scale or a packed word.
+
+    These are rows of a scale group of gate and up, columns of one of w2 and of h, and values per word.
+    """
     if weight_key is not None:
         yield weight_key.group_shape.row
         yield 1 if weight_key.permuted else weight_key.group_shape.col
@@ -225,12 +286,15 @@ def _extents(weight_key: QuantKey | None, activation_key: QuantKey | None) -> It
 
 
 def _unit(weight_key: QuantKey | None, activation_key: QuantKey | None) -> int:
-    """Columns that stay together."""
+    """Smallest number of columns that must stay together."""
     return math.lcm(*itertools.chain((1,), (extent for extent in _extents(weight_key, activation_key) if extent != -1)))
 
 
 def _finer(key: QuantKey | None, divisor: int) -> QuantKey | None:
-    """The key with groups that ``divisor`` columns hold a whole number of; OCP MX's stay, as hardware reads them."""
+    """Return the key with groups that tile ``divisor`` columns.
+
+    OCP MX groups keep their size, since hardware reads them.
+    """
     if key is None or key.permuted:
         return key
     shape = key.group_shape

@@ -1,1 +1,1 @@
-"""Plug-ins: entry points, faults, and what a scheme and a backend register."""
+"""Plug-ins: entry points, fault isolation, and what schemes and backends register."""

@@ -1,4 +1,4 @@
-"""A row of an oracle's table: a backend and its experts classes."""
+"""One entry of a scheme's backend table: a backend and its experts classes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from moe_core.interface.versions import check_api
 from moe_core.plugins.entry_points import imported
 from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, warn_of
 
-#: held while a result is put in its place, never while anything is imported: an import waits for other imports
+#: Guards publishing a result. Never held during an import, because an import can wait for other imports.
 _PUBLISHING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The backend's name and its experts classes.
+    """Name of a backend and its experts classes.
 
-    Several classes serve one backend where e.g. the batched format has a class of its own.
-    ``classes`` are classes, or "module:Class" that is imported when the table is first read; an
-    experts module must import without Triton or a kernel library.  ``origin``: the distribution that brings it;
-    ``placement``: where it stands, if it is added to a scheme's own; ``aliases``: further names by which it may be
-    asked for, also names of other backends, which are asked too.
+    One backend can have several classes, e.g. a dedicated one for the batched format.
+
+    Attributes:
+        name: Name of the backend.
+        classes: Classes, or "module:Class" strings that are imported when the table is first read. A module with
+            experts must be importable without Triton or a kernel library.
+        origin: Distribution that provides the backend.
+        placement: Position in the order of preference, for a backend that another package adds to a scheme.
+        aliases: Other names that select this backend. If one is also the name of another backend, both are
+            candidates.
     """
 
     name: str
@@ -39,16 +44,22 @@ class Backend:
     _loaded: list[_Loaded] = field(default_factory=list, compare=False, repr=False)
 
     def load(self) -> tuple[type[FusedMoEExperts], ...]:
-        """The classes; one that cannot be loaded is left out, with a PluginWarning the first time."""
+        """Import the experts classes.
+
+        A class that cannot be loaded is disabled, with a PluginWarning the first time.
+
+        Returns:
+            The classes that work.
+        """
         return self._once().classes
 
     @property
     def faults(self) -> tuple[PluginFault, ...]:
-        """What :meth:`load` leaves out."""
+        """Faults of the classes that :meth:`load` disables."""
         return self._once().faults
 
     def _once(self) -> _Loaded:
-        """Loaded in any number of threads, published once."""
+        """Load, possibly in several threads, and publish one result."""
         if not self._loaded:
             found = [self._load(item) for item in self.classes]
             loaded = _Loaded(
@@ -84,7 +95,14 @@ class _Loaded:
 
 
 def reason_against_class(found: object) -> str | None:
-    """Why ``found`` cannot be taken into a table; None if it is an experts class that is complete."""
+    """Explain why ``found`` cannot be a backend.
+
+    Args:
+        found: The object that a plug-in provides.
+
+    Returns:
+        The reason, or None if it is a complete experts class.
+    """
     if not derives(found, FusedMoEExperts):
         return "is no FusedMoEExperts class"
     if not derives(found, FusedMoEExpertsModular) and not derives(found, FusedMoEExpertsMonolithic):
@@ -101,10 +119,17 @@ def reason_against_class(found: object) -> str | None:
 
 
 def checked_experts(found: object) -> type[FusedMoEExperts]:
-    """``found``, where a package may register it as a backend.
+    """Return ``found`` if a package may register it as a backend.
 
-    Raises RegistryError for what is no complete experts class, ProtocolVersionError for one that was not written for
-    this version of the interface.
+    Args:
+        found: The object that a plug-in provides.
+
+    Returns:
+        The experts class.
+
+    Raises:
+        RegistryError: ``found`` is not a complete experts class.
+        ProtocolVersionError: The class was written for another version of the interface.
     """
     reason = reason_against_class(found)
     if reason is not None:

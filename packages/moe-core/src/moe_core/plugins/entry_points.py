@@ -1,4 +1,4 @@
-"""Entry points: which are installed, whose they are, and what they give."""
+"""Discovery and loading of entry points, and which distribution provides them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ T = TypeVar("T")
 
 
 def installed(group: str) -> list[EntryPoint | PluginFault]:
-    """The entry points of ``group`` in this environment; a PluginFault for a distribution whose list is unreadable."""
+    """List the entry points of a group in this environment.
+
+    Args:
+        group: Name of the entry-point group.
+
+    Returns:
+        The entry points, and a PluginFault for each distribution whose list cannot be read.
+    """
     try:
         return list(importlib.metadata.entry_points(group=group))
     except Exception:
-        # one unreadable list makes all of them unreadable at once
+        # One unreadable list makes this call fail for all distributions.
         return _one_by_one(group)
 
 
@@ -29,7 +36,7 @@ def _one_by_one(group: str) -> list[EntryPoint | PluginFault]:
     for distribution in importlib.metadata.distributions():
         origin = _named(distribution)
         name = origin.partition(" ")[0]
-        if name in seen:  # further down the path, so that the one before hides it
+        if name in seen:  # A later distribution on the path, hidden by the earlier one.
             continue
         seen.add(name)
         points = attempt(lambda distribution=distribution: distribution.entry_points.select(group=group))  # type: ignore[misc]
@@ -42,7 +49,14 @@ def _one_by_one(group: str) -> list[EntryPoint | PluginFault]:
 
 
 def owner(point: EntryPoint) -> str:
-    """Name and version of the distribution that brings an entry point."""
+    """Name and version of the distribution that provides an entry point.
+
+    Args:
+        point: The entry point.
+
+    Returns:
+        "name version".
+    """
     return "an unknown distribution" if point.dist is None else _named(point.dist)
 
 
@@ -52,7 +66,16 @@ def _named(distribution: importlib.metadata.Distribution) -> str:
 
 
 def load(point: EntryPoint, kind: str, check: Callable[[object], T]) -> T | PluginFault:
-    """What ``point`` gives, if ``check`` returns it; its RegistryError says why not."""
+    """Load an entry point and check the loaded object.
+
+    Args:
+        point: The entry point.
+        kind: Kind of plug-in, for the fault.
+        check: Validates and returns the object; raises RegistryError with the reason if it is invalid.
+
+    Returns:
+        The result of ``check``, or the fault.
+    """
 
     def fault(reason: str, cause: BaseException | None, raises: type[RegistryError] = RegistryError) -> PluginFault:
         return PluginFault(kind, point.name, owner(point), f"{point.value} {reason}", cause, raises)
@@ -69,15 +92,29 @@ def load(point: EntryPoint, kind: str, check: Callable[[object], T]) -> T | Plug
 
 
 def imported(path: str) -> object:
-    """What "module:name" names, imported now; raises what the import raises."""
+    """Import the object that "module:name" refers to.
+
+    Args:
+        path: "module:name".
+
+    Returns:
+        The object. Errors of the import propagate.
+    """
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def one_of(kind: str, points: Sequence[EntryPoint], package: str | None = None) -> EntryPoint | list[PluginFault]:
-    """The entry point among several of one name; a fault for each where it is not clear which one is meant.
+    """Select the entry point to use among several of the same name.
 
-    ``package``: whose the name is; then there may be others, which the caller names by :func:`others_of`.
+    Args:
+        kind: Kind of plug-in, for the faults.
+        points: Entry points of one name.
+        package: First-party distribution that owns the name. It wins a clash; the caller reports the others with
+            :func:`others_of`.
+
+    Returns:
+        The entry point, or faults for all of them if the name is ambiguous.
     """
     different = _different(points)
     if len(different) == 1:
@@ -94,7 +131,16 @@ def one_of(kind: str, points: Sequence[EntryPoint], package: str | None = None) 
 
 
 def others_of(kind: str, points: Sequence[EntryPoint], chosen: EntryPoint) -> list[PluginFault]:
-    """A fault for each entry point that has the name of ``chosen``."""
+    """Make a fault for each other entry point with the name of ``chosen``.
+
+    Args:
+        kind: Kind of plug-in, for the faults.
+        points: Entry points of one name.
+        chosen: The entry point that is used.
+
+    Returns:
+        The faults.
+    """
     return [
         PluginFault(
             kind, point.name, owner(point), f"{_text(point)}: the name is that of {_text(chosen)}; uninstall one"
@@ -105,7 +151,7 @@ def others_of(kind: str, points: Sequence[EntryPoint], chosen: EntryPoint) -> li
 
 
 def _different(points: Sequence[EntryPoint]) -> Sequence[EntryPoint]:
-    if len(points) == 1:  # whose it is costs reading that distribution's metadata
+    if len(points) == 1:  # Finding the owner would read the distribution's metadata.
         return points
     return tuple({(point.value, owner(point)): point for point in points}.values())
 

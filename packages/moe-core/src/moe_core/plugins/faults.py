@@ -1,8 +1,9 @@
-"""Plug-ins' code, run so that the fault of one is nobody else's.
+"""Isolation of plug-in code, so that one broken plug-in does not affect others.
 
-Whatever a plug-in raises, ``SystemExit`` and ``KeyboardInterrupt`` too, becomes a :class:`PluginFault`: it is left out,
-and named wherever somebody may look for it.  What a signal handler raises meanwhile is not the plug-in's: Ctrl-C
-interrupts an import as it always does.  A plug-in that ends the process or never returns cannot be held here.
+Whatever a plug-in raises, including ``SystemExit`` and ``KeyboardInterrupt``, becomes a :class:`PluginFault`. The
+plug-in is disabled and listed in every report that covers plug-ins. Exceptions raised by signal handlers do not count
+as the plug-in's: Ctrl-C interrupts an import as usual. A plug-in that ends the process or never returns cannot be
+isolated.
 """
 
 from __future__ import annotations
@@ -23,33 +24,44 @@ from moe_core.errors import PluginWarning, RegistryError
 
 T = TypeVar("T")
 
-#: signals whose handlers end what runs by raising: Ctrl-C, a request to end, a closed terminal, a time limit
+#: Signals whose handlers usually raise: Ctrl-C, termination, a closed terminal, a time limit.
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGBREAK") if hasattr(signal, name)
 )
 
 _ASIDE = contextvars.ContextVar("moe_core.plugins.faults.printing_aside", default=False)
 
-#: so much of an exception's text is shown
+#: Number of characters of an exception's text that are shown.
 _SHOWN = 500
 
 
 def derives(found: object, base: type) -> bool:
     """Whether ``found`` is a class that has ``base`` among its bases.
 
-    ``issubclass`` of an abstract ``base`` asks every class derived from it, those of other plug-ins too, whose
-    metaclasses may raise.
+    ``issubclass`` with an abstract ``base`` would query every class derived from it. Those include classes of other
+    plug-ins, whose metaclasses may raise.
+
+    Args:
+        found: Any object.
+        base: The base class.
+
+    Returns:
+        True for a subclass.
     """
     return isinstance(found, type) and base in inspect.getmro(found)
 
 
 @dataclass(frozen=True)
 class PluginFault:
-    """One thing that was left out.
+    """One disabled plug-in, or disabled part of one.
 
-    ``kind``: "scheme", "backend", "format", "online quantisation" or "distribution"; ``name`` that it is known by
-    ("fp8.mine"); ``origin``: the distribution that brings it; ``reason``: what is wrong, after "is left out: ".
-    ``cause`` is what it raised, if it did; ``raises`` the error for those who ask for it by name.
+    Attributes:
+        kind: "scheme", "backend", "format", "online quantisation" or "distribution".
+        name: Name of the plug-in ("fp8.mine").
+        origin: Distribution that provides it.
+        reason: What is wrong, as continuation of "is left out: ".
+        cause: Exception that the plug-in raised, if any.
+        raises: Type of the error raised if a user asks for the plug-in by name.
     """
 
     kind: str
@@ -63,46 +75,58 @@ class PluginFault:
         return f"{self.kind} {self.name!r} of {self.origin} is left out: {self.reason}"
 
     def error(self) -> RegistryError:
-        """What asking for it by name raises; a new one each time, since tracebacks grow."""
+        """Make the error for a user who asks for the plug-in by name.
+
+        Each call returns a new exception, since tracebacks grow.
+        """
         error = self.raises(f"{self.kind} {self.name!r} of {self.origin} cannot be used: {self.reason}")
         error.__cause__ = self.cause
         return error
 
     def as_dict(self) -> dict[str, str]:
-        """JSON-ready form."""
+        """Return the fault as JSON-compatible dict."""
         return {"kind": self.kind, "name": self.name, "origin": self.origin, "reason": self.reason}
 
 
 def warn_of(faults: Iterable[PluginFault]) -> None:
-    """A PluginWarning for each; whoever found them calls this once, after they are on record."""
+    """Issue a PluginWarning for each fault.
+
+    The code that finds the faults calls this once, after it has recorded them.
+
+    Args:
+        faults: The faults.
+    """
     for fault in faults:
         warnings.warn(str(fault), PluginWarning, stacklevel=3)
 
 
 @dataclass(frozen=True, eq=False)
 class Raised:
-    """What a plug-in's code raised; ``str()`` in one line."""
+    """Exception that plug-in code raised; ``str()`` gives one line."""
 
     error: BaseException
 
     def __str__(self) -> str:
         try:
             text = " ".join(str(self.error).split())
-        except Exception:  # the text of a plug-in's own exception class is its code too
+        except Exception:  # The text of a plug-in's own exception class is plug-in code too.
             text = ""
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
         return f"{type(self.error).__name__}: {shown}" if shown else type(self.error).__name__
 
 
 class Attempt(Protocol):
-    """Calls something, and returns its result or what it raised."""
+    """Function that calls ``call`` and returns its result or the exception it raised."""
 
     def __call__(self, call: Callable[[], T], /) -> T | Raised: ...
 
 
 @contextlib.contextmanager
 def guard() -> Iterator[Attempt]:
-    """``with guard() as attempt: attempt(call)`` returns what ``call`` raises, but not what signal handlers raise."""
+    """Return exceptions of plug-in code as values, except those raised by signal handlers.
+
+    Use as ``with guard() as attempt: attempt(call)``.
+    """
     with _signals() as raised:
 
         def attempt(call: Callable[[], T], /) -> T | Raised:
@@ -118,14 +142,21 @@ def guard() -> Iterator[Attempt]:
 
 
 def attempt(call: Callable[[], T]) -> T | Raised:
-    """One call under :func:`guard`."""
+    """Call ``call`` once under :func:`guard`.
+
+    Args:
+        call: Plug-in code to run.
+
+    Returns:
+        Its result, or the exception that it raised.
+    """
     with guard() as attempt_:
         return attempt_(call)
 
 
 @contextlib.contextmanager
 def printing_aside() -> Iterator[None]:
-    """Send what plug-ins print to stderr meanwhile: for programs whose stdout is their result."""
+    """Redirect what plug-ins print to stderr, for programs whose stdout is their result."""
     token = _ASIDE.set(True)
     try:
         yield
@@ -135,10 +166,10 @@ def printing_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[BaseException]]:
-    """Collect what signal handlers raise.
+    """Collect exceptions raised by signal handlers.
 
-    The exception alone does not tell Ctrl-C from a plug-in that raises KeyboardInterrupt, so the handlers are wrapped
-    meanwhile.  They run in the main thread only.
+    The exception alone does not distinguish Ctrl-C from a plug-in that raises KeyboardInterrupt, so the handlers are
+    wrapped for the duration of the context. Handlers run in the main thread only.
     """
     raised: list[BaseException] = []
     wrapped: list[tuple[int, Any, Any]] = []
@@ -147,14 +178,14 @@ def _signals() -> Iterator[list[BaseException]]:
             previous = signal.getsignal(number)
             if callable(previous):
                 handler = _watched(previous, raised)
-                with contextlib.suppress(ValueError):  # an interpreter beside the main one
+                with contextlib.suppress(ValueError):  # Raised in a subinterpreter.
                     signal.signal(number, handler)
                     wrapped.append((number, handler, previous))
     try:
         yield raised
     finally:
         for number, handler, previous in wrapped:
-            # a plug-in that installed a handler of its own keeps it
+            # Keep a handler that a plug-in installed.
             if signal.getsignal(number) is handler:
                 signal.signal(number, previous)
 

@@ -1,7 +1,7 @@
-"""The pip command that adds a package of this project, from wherever this moe-core came.
+"""pip command that installs another package of this project from the source of moe-core.
 
-pip records where it took a distribution from (``direct_url.json``: a folder, a wheel, a repository); the other packages
-lie beside it there.  Without a record it came from an index, and so do they.
+pip records the source of a distribution (``direct_url.json``: a folder, a wheel or a repository), and the other
+packages are next to it there. Without a record the source is a package index, which has the other packages too.
 """
 
 from __future__ import annotations
@@ -15,19 +15,40 @@ from urllib.parse import unquote, urlsplit
 
 
 def pip_command(package: str, *, upgrade: bool = False) -> str:
-    """The command that installs ``package`` ("moe-fp8"), e.g. ``pip install ./packages/moe-fp8`` in a clone."""
+    """Build the command that installs a package of this project.
+
+    Args:
+        package: Name of the distribution, e.g. "moe-fp8".
+        upgrade: Add ``--upgrade``.
+
+    Returns:
+        The command, e.g. ``pip install ./packages/moe-fp8`` in a clone.
+    """
     source = _beside_core(package) or package
     return f"pip install {'--upgrade ' if upgrade else ''}{source}"
 
 
 def how_to_install(package: str, *, upgrade: bool = False) -> str:
-    """:func:`pip_command` for a sentence; says what a clone needs too, where this installation does not tell."""
+    """Build :func:`pip_command` as part of a sentence.
+
+    If the source of this installation is unknown, the text adds the command for a clone.
+
+    Args:
+        package: Name of the distribution, e.g. "moe-fp8".
+        upgrade: Add ``--upgrade``.
+
+    Returns:
+        The text.
+    """
     command = pip_command(package, upgrade=upgrade)
     return command if _beside_core(package) else f"{command} (in a clone: pip install ./packages/{package})"
 
 
 def _beside_core(package: str) -> str | None:
-    """What to hand to pip, None where moe-core's origin is not recorded or has no such package."""
+    """pip argument for ``package`` at the recorded source of moe-core.
+
+    None if there is no record or no such package there.
+    """
     record = _origin()
     url = record.get("url")
     if not isinstance(url, str):
@@ -51,13 +72,16 @@ def _beside_core(package: str) -> str | None:
 
 
 def _argument(path: Path) -> str:
-    """``path`` for a command line, relative where it lies below the current folder; pip takes no bare name as one."""
+    """``path`` as command-line argument, relative if it is below the current folder.
+
+    The ``./`` is required: pip treats a bare name as a distribution.
+    """
     here = Path.cwd()
     return shlex.quote(f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path))
 
 
 def _origin() -> dict[str, Any]:
-    """What pip recorded of this moe-core."""
+    """pip's record of the source of this moe-core, empty if there is none."""
     try:
         text = importlib.metadata.distribution("moe-core").read_text("direct_url.json")
         found = json.loads(text) if text else {}

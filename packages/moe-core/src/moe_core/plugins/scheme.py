@@ -1,4 +1,4 @@
-"""A scheme as data: what its package declares once, and registers with core."""
+"""Declaration of a quantization scheme, which its package registers with core."""
 
 from __future__ import annotations
 
@@ -19,24 +19,30 @@ if TYPE_CHECKING:
     from moe_core.spec.device import DeviceInfo
     from moe_core.spec.quant_key import QuantKey
 
-#: (own backends in default order, device, layer, weight key, activation key) -> those that are asked, in order
+#: (own backends in default order, device, layer, weight key, activation key) -> candidates, in order of preference.
 Order = Callable[
     ["tuple[Backend, ...]", "DeviceInfo", "FusedMoEConfig", "QuantKey | None", "QuantKey | None"],
     "tuple[Backend, ...]",
 ]
-#: (layer, weight key, activation key) -> why the scheme cannot mean such a request at all, None if it can
+#: (layer, weight key, activation key) -> why the request is invalid for this scheme, None if it is valid.
 Refusal = Callable[["FusedMoEConfig", "QuantKey | None", "QuantKey | None"], "str | None"]
 
 
 @dataclass(frozen=True)
 class WeightKind:
-    """One kind of weights that engines know a scheme by: ``select_<name>_moe_backend`` and its relatives ask for it.
+    """One kind of weights of a scheme, under the name that engines use.
 
-    - ``weight_key``, ``activation_key``: what is asked for where nothing is said; activation None: 16 bits, "auto":
-      16 bits, or what a backend that is named needs, the first of ``activations`` with which it fits
-    - ``reason_against``: a weight key that is not of this kind -> the text of the ConfigError
-    - ``converted_as``: the kind whose functions convert and construct this one too, itself where nothing is said
-    - ``doc``: what else there is to say of the function, after its common description
+    Functions such as ``select_<name>_moe_backend`` refer to it.
+
+    Attributes:
+        name: Name of the kind in function names.
+        weight_key: Default weight key.
+        activation_key: Default activation key. None: 16 bits. "auto": 16 bits, or the first of ``activations`` that
+            works with the backend the caller names.
+        activations: Candidates for "auto".
+        reason_against: Maps a weight key that is not of this kind to the text of the ConfigError.
+        converted_as: Kind whose functions also convert and construct this one; empty: this kind.
+        doc: Additions to the common description of the function.
     """
 
     name: str
@@ -49,7 +55,7 @@ class WeightKind:
 
     @property
     def functions(self) -> tuple[str, str, str, str]:
-        """Names of the functions by which engines select, convert, construct, and make quant configs."""
+        """Names of the functions that select, convert, construct and make quant configs."""
         shared = self.converted_as or self.name
         return (
             f"select_{self.name}_moe_backend",
@@ -61,21 +67,28 @@ class WeightKind:
 
 @dataclass(frozen=True)
 class SchemeSpec:
-    """What a scheme is; the entry point ``NAME = "module:SCHEME"`` in ``moe_core.schemes`` names one.
+    """Specification of a scheme, registered as entry point ``NAME = "module:SCHEME"``.
 
-    - ``name``
-    - ``interface_api``, ``format_api``, ``kernel_api``: versions of the declared API that it was written for, as
-      literals (see :mod:`moe_core.interface.versions`); ``format_api`` where it has formats, ``kernel_api`` where its
-      backends use base classes or device functions of core
-    - ``backends`` in default order; ``order``: another order for some requests; ``package``: the distribution that
-      brings them ("moe-fp8"), for reports; ``backend_enum``: names of theirs that engines' code uses
-    - ``reason_against``: why a request has no meaning, whatever backends there are
-    - ``weight_only``: activations are in 16 bits where nobody says what they are quantised as
-    - ``last_resort``: the backend that always fits; those of other packages that say nothing come before it
-    - ``formats``: checkpoint formats, classes or "module:Class", most specific first; ``quant_methods``: what they read
-    - ``quickstart``: writes a small checkpoint into a folder; a function or "module:function"
-    - ``online``: what it makes of 16-bit experts at load
-    - ``kinds``: of weights that engines know it by, the usual one first
+    The group of the entry point is ``moe_core.schemes``.
+
+    Attributes:
+        name: Name of the scheme.
+        interface_api: Version of the interface that the scheme was written for, as a literal (see
+            :mod:`moe_core.interface.versions`).
+        format_api: Same for checkpoint formats, if the scheme has any.
+        kernel_api: Same for kernels, if its backends use base classes or device functions of core.
+        backends: Backends in default order.
+        order: Reorders the backends for some requests.
+        reason_against: Rejects requests that are invalid with every backend.
+        package: Distribution that provides the scheme ("moe-fp8"), for reports.
+        backend_enum: Backend names that the code of engines uses.
+        weight_only: Activations have 16 bits unless the caller specifies their quantization.
+        last_resort: Backend that supports every request. Backends of other packages precede it by default.
+        formats: Checkpoint formats as classes or "module:Class", most specific first.
+        quant_methods: The ``quant_method`` values that the formats read.
+        quickstart: Function, or "module:function", that writes a small checkpoint into a folder.
+        online: Quantizations of 16-bit experts at load time.
+        kinds: Kinds of weights under the names that engines use, the most common one first.
     """
 
     name: str
@@ -96,7 +109,14 @@ class SchemeSpec:
     kinds: tuple[WeightKind, ...] = ()
 
     def write_quickstart(self, folder: Path) -> None:
-        """Write a small checkpoint that the scheme reads into ``folder``; ConfigError where it has none."""
+        """Write a small checkpoint of this scheme.
+
+        Args:
+            folder: Existing folder to write into.
+
+        Raises:
+            ConfigError: The scheme has no quickstart.
+        """
         check_instance("folder", folder, Path)
         if self.quickstart is None:
             raise ConfigError(f"the scheme {self.name} writes no checkpoint: its quickstart is None")

@@ -1,1 +1,1 @@
-"""The truth that kernels are measured against: exact quantizers, the float64 layer, tolerances, torch experts."""
+"""Reference for kernel tests: quantizers, float64 layer, tolerances, torch experts."""

@@ -1,23 +1,23 @@
-"""What a fused MoE layer computes, in plain torch: the definition that every backend is measured against.
+"""Reference fused MoE layer in plain torch, which defines the result of every backend.
 
     z_s   = xq W13[e_s]^T + b13[e_s]                    per token and slot s, e_s = expert_map[topk_ids[s]]
     h_s   = activation(z_s)
     y_s   = hq_s W2[e_s]^T + b2[e_s]
     out   = sum_s topk_weights[s] y_s                    (apply_router_weight_on_input: x is weighted instead)
 
-LoRA adapters (:mod:`moe_core.spec.lora`) add to z_s and y_s.  Where the weights are pre-scaled, x and h are first
-multiplied by the expert's factors of their columns, then quantised; adapters see them as they are.
+LoRA adapters (:mod:`moe_core.spec.lora`) add to z_s and y_s. With pre-scaled weights, x and h are multiplied by the
+expert's column factors and then quantized; adapters see x and h without the factors.
 
-``xq`` and ``hq`` are the activations after quantisation by the activation key and back
-(:mod:`moe_core.reference.quantization`): the quantiser works on float32 values, everything around it in float64.  A
-static scale is each expert's own.  A dynamic scale per tensor spans what this rank computes: for ``x`` the tokens with
-at least one slot on this rank (pre-scaled: those slots), for ``h`` all slots on this rank (in the batched format both
-span all rows in use).  A slot whose id is negative, at least E, or mapped to what is no local expert's number (-1 by
-convention) contributes nothing.
+``xq`` and ``hq`` are the activations, quantized by the activation key and dequantized
+(:mod:`moe_core.reference.quantization`). The quantizer works on float32 values, everything else in float64. Static
+scales are separate per expert. A dynamic per-tensor scale covers the values that this rank computes. For ``x`` these
+are the tokens with at least one slot on this rank (pre-scaled: those slots), for ``h`` all slots on this rank. In the
+batched format both cover all rows in use. A slot contributes nothing if its id is negative, at least E, or mapped to
+an index that is not a local expert (-1 by convention).
 
-With ``compute_dtype`` the same is computed the way a plain implementation would: weights and quantised activations
-dequantised to that dtype, products summed in float32, every intermediate rounded to it.  That result's own error is the
-yardstick for a backend's.
+``compute_dtype`` selects the precision of a straightforward implementation. Weights and quantized activations are
+dequantized to that dtype, products are summed in float32, and every intermediate is rounded to the dtype. The error
+of that result is the yardstick for a backend's error.
 """
 
 from __future__ import annotations
@@ -49,17 +49,27 @@ def fused_moe_reference(
     compute_dtype: torch.dtype | None = None,
     lora: LoRA | None = None,
 ) -> Tensor:
-    """The routed experts' weighted sum [M, K] of ``x`` [M, K], in ``dtype``.
+    """Compute the weighted sum of the routed experts.
 
-    - ``topk_weights`` [M, k] float, ``topk_ids`` [M, k] int (global ids), ``expert_map`` [E] as for
-      :meth:`moe_core.runtime.kernel.FusedMoEKernel.apply`
-    - ``quantize_activations`` False: as if the activation key were None
-    - ``dtype`` float64 or float32: of the computation, where ``compute_dtype`` is not given
-    - ``lora``: adapters, and the number of each token's
-    - ``compute_dtype`` bfloat16, float16 or float32: the yardstick of the module docstring, returned in ``dtype``
+    Runs on any device, expert by expert, and needs the memory of two dequantized experts.
 
-    Raises TensorError for tensors that don't fit each other.  Runs on any device, expert by expert: it needs the
-    memory of two dequantised experts.
+    Args:
+        x: [M, K].
+        weights: Canonical weights of the local experts.
+        config: Configuration of the layer.
+        topk_weights: [M, k] float.
+        topk_ids: [M, k] int32 or int64, global expert ids.
+        expert_map: [E], as for :meth:`moe_core.runtime.kernel.FusedMoEKernel.apply`.
+        quantize_activations: False: compute as if the activation key were None.
+        dtype: float64 or float32, the precision if ``compute_dtype`` is None, and the dtype of the result.
+        compute_dtype: bfloat16, float16 or float32: compute the yardstick described in the module docstring.
+        lora: Adapters, and the adapter id of each token.
+
+    Returns:
+        [M, K] in ``dtype``.
+
+    Raises:
+        TensorError: Tensors do not fit together.
     """
     check_instance("weights", weights, MoEWeights)
     check_instance("config", config, FusedMoEConfig)
@@ -105,21 +115,46 @@ def fused_moe_reference(
 
 @dataclass(frozen=True, eq=False)
 class RoutedPairs:
-    """The (token, slot) pairs whose expert is on this rank: ``token`` [P], ``slot`` [P], positions by local expert."""
+    """The (token, slot) pairs whose expert is on this rank.
+
+    Attributes:
+        token: [P], the token of each pair.
+        slot: [P], the slot of each pair.
+        by_expert: Local expert and the positions of its pairs.
+    """
 
     token: Tensor
     slot: Tensor
     by_expert: list[tuple[int, Tensor]]
 
     def only_used(self, x: Tensor) -> Tensor:
-        """``x`` [M, K] with zeros for the tokens without a pair, which no dynamic scale may depend on."""
+        """Zero the tokens without a pair, which must not affect dynamic scales.
+
+        Args:
+            x: [M, K].
+
+        Returns:
+            [M, K].
+        """
         used = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         used[self.token] = True
         return torch.where(used[:, None], x, 0.0)
 
 
 def route_pairs(config: FusedMoEConfig, topk_ids: Tensor, expert_map: Tensor | None) -> RoutedPairs:
-    """Pairs with an expert on this rank; what is out of range or mapped away is left out."""
+    """Collect the pairs with an expert on this rank.
+
+    Args:
+        config: Configuration of the layer.
+        topk_ids: [M, k]; ids out of range are skipped.
+        expert_map: [E]; ids mapped to other ranks are skipped.
+
+    Returns:
+        The pairs.
+
+    Raises:
+        TensorError: The map is required and missing.
+    """
     ids = topk_ids.long()
     valid = (ids >= 0) & (ids < config.num_experts)
     local = torch.where(valid, ids, torch.zeros_like(ids))
@@ -139,7 +174,15 @@ def route_pairs(config: FusedMoEConfig, topk_ids: Tensor, expert_map: Tensor | N
 
 
 class Steps:
-    """The steps of one layer; ``compute_dtype`` None rounds nowhere but where the quantiser does."""
+    """The computation steps of one layer.
+
+    Args:
+        weights: Canonical weights.
+        config: Configuration of the layer.
+        wide: Dtype that holds intermediate values.
+        compute_dtype: Dtype that intermediates are rounded to; None: only the quantizer rounds.
+        activation_key: Quantization key of the activations, or None.
+    """
 
     def __init__(
         self,
@@ -156,18 +199,44 @@ class Steps:
         self.activation_key = activation_key
 
     def round(self, x: Tensor) -> Tensor:
+        """Round to ``compute_dtype``, if there is one.
+
+        Args:
+            x: Values in the intermediate dtype.
+
+        Returns:
+            The rounded values in the intermediate dtype.
+        """
         return x if self.compute_dtype is None else x.to(self.compute_dtype).to(self.wide)
 
     def weighted_input(self, x: Tensor, topk_weights: Tensor, routed: RoutedPairs) -> Tensor:
-        """[M, K]: x, weighted where the router weight is on the input."""
+        """Compute the input of the first product, weighted if the router weight is on the input.
+
+        Args:
+            x: [M, K].
+            topk_weights: [M, k].
+            routed: Pairs on this rank.
+
+        Returns:
+            [M, K].
+        """
         inputs = routed.only_used(x.to(self.wide))
         if self.config.apply_router_weight_on_input:
             inputs = self.round(inputs * topk_weights.to(self.wide))
         return inputs
 
     def pre_scaled(self, name: str, x: Tensor, row: Tensor, routed: RoutedPairs) -> tuple[Tensor, Tensor]:
-        """What enters the product with ``name``, and which row of it is each pair's: ``row`` [P] of ``x``, or its own
-        where every expert multiplies its inputs by factors of its own.
+        """Apply the column factors of pre-scaled weights.
+
+        Args:
+            name: "w13" or "w2".
+            x: Rows that enter the product.
+            row: [P], the row of ``x`` of each pair.
+            routed: Pairs on this rank.
+
+        Returns:
+            The rows that enter the product, and [P], the row of each pair. Without factors these are ``x`` and
+            ``row``; with factors, which differ between experts, each pair has a separate row.
         """
         factors: Tensor | None = getattr(self.weights, f"{name}_pre_scale")
         if factors is None:
@@ -178,18 +247,47 @@ class Steps:
         return spread, torch.arange(len(spread), device=x.device)
 
     def quantized(self, x: Tensor) -> Tensor:
-        """All rows of x or h, quantised where their scales are dynamic: one may span them all."""
+        """Quantize all rows of x or h, if scales are dynamic.
+
+        All rows are needed because one scale may cover them all.
+
+        Args:
+            x: Rows of x or h.
+
+        Returns:
+            The quantized and dequantized rows.
+        """
         key = self.activation_key
         return x if key is None or key.is_static else self.round(fake_quantize(x, key))
 
     def first_product(self, expert: int, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Activated result [m, N] of the expert's tokens ``x`` [m, K]; ``added`` [m, 2N] by adapters."""
+        """Compute the activated result of the first product of one expert.
+
+        Args:
+            expert: Local expert.
+            x: [m, K].
+            added: [m, 2N] from adapters, or None.
+
+        Returns:
+            [m, N].
+        """
         z = self._linear("w13", expert, x)
         z = self.round(z if added is None else z + added)
         return self.round(apply_moe_activation(self.config.activation, z, self.config.activation_params))
 
     def addition(self, lora: LoRA | None, name: str, expert: int, x: Tensor, token: Tensor) -> Tensor | None:
-        """What adapters add to the product [m, rows] of ``x`` [m, cols], rows of the tokens ``token`` [m]."""
+        """Compute what the adapters add to one product.
+
+        Args:
+            lora: The adapters, or None.
+            name: "w13" or "w2".
+            expert: Local expert.
+            x: [m, cols].
+            token: [m], the token of each row.
+
+        Returns:
+            [m, rows], or None without adapters.
+        """
         if lora is None:
             return None
         a: Tensor = getattr(lora.weights, f"{name}_a")
@@ -204,11 +302,27 @@ class Steps:
         return added
 
     def second_product(self, expert: int, hidden: Tensor) -> Tensor:
-        """Unweighted result [m, K] of the expert's intermediate values ``hidden`` [m, N]."""
+        """Compute the unweighted result of the second product of one expert.
+
+        Args:
+            expert: Local expert.
+            hidden: [m, N].
+
+        Returns:
+            [m, K].
+        """
         return self._linear("w2", expert, hidden)
 
     def weight(self, name: str, expert: int) -> Tensor:
-        """The expert's w13 or w2, dequantised, [rows, K]."""
+        """Dequantize one expert's matrix.
+
+        Args:
+            name: "w13" or "w2".
+            expert: Local expert.
+
+        Returns:
+            [rows, cols].
+        """
         stored: Tensor = getattr(self.weights, name)[expert : expert + 1]
         key = self.weights.weight_key
         if key is None:

@@ -1,4 +1,4 @@
-"""Quantising and dequantising by key, in plain torch: one rule for every element type, scale and group shape.
+"""Quantization and dequantization by key in plain torch, for all element types and groups.
 
 With ``amax`` over the elements that share a scale, all in float32:
 
@@ -6,20 +6,20 @@ With ``amax`` over the elements that share a scale, all in float32:
     zero points    scale = (max - min) / (max_value - min_value)      code = round(x / scale) + zero_point
     e8m0 scales    scale rounded up to a power of two: no value saturates
       "down"       2**(floor(log2(amax)) - floor(log2(max_value))), the rule of OCP's specification
-      "even"       the same of amax rounded to the precision of codes: it goes up from 1.75 times a power of two (e2m1),
-                   or 1.9375 times (e4m3)
+      "even"       the same with amax rounded to the precision of codes: it goes up from 1.75 times a power of two
+                   (e2m1), or 1.9375 times (e4m3)
 
-``round`` is to nearest, ties to even, saturating at the element type's largest finite value; the range of values
-with zero points always includes 0.  A scale narrower than float32 is rounded before it is used.
+``round`` is to nearest, ties to even, and saturates at the element type's largest finite value. The range of values
+with zero points always includes 0. A scale narrower than float32 is rounded before it is used.
 
-NaN stays NaN.  Where its code can't say so (integers), its scale does, and where others' values have that scale too,
-:func:`fake_quantize` and :func:`integer_row_scales` do.  An infinity saturates like any value that is too large for a
-scale that is given; a scale found from it makes it and its group NaN.  One dynamic scale for a whole tensor of
-activations spans its finite values, so that what is not finite makes no other token NaN.
+NaN stays NaN. If the code cannot represent it (integers), the scale becomes NaN. If other values share that scale,
+:func:`fake_quantize` and :func:`integer_row_scales` handle it instead. An infinity saturates if the scale is given,
+like any value that is too large. If the scale is computed from it, the whole group becomes NaN. A dynamic per-tensor
+scale of activations covers the finite values only, so that one token's NaN or Inf does not affect other tokens.
 
-Tensors are weights ``[E, rows, K]``, where ``parts`` stacked matrices (gate and up: 2) own their scale rows (see
-:func:`moe_core.spec.weights.scale_shape`), or activations ``[M, K]``.  This is the reference that kernels are measured
-against, and fast enough to quantise a layer at load.
+Tensors are weights ``[E, rows, K]`` or activations ``[M, K]``. In weights, ``parts`` stacked matrices (2 for gate and
+up) have separate scale rows (see :func:`moe_core.spec.weights.scale_shape`). This module is the reference that
+kernels are measured against, and fast enough to quantize a layer at load time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ from moe_core.spec.weights import MoEWeights, scale_shape, storage_dtypes, with_
 
 
 class Quantized(NamedTuple):
-    """Codes in canonical storage, their scale, and zero points where the key has them."""
+    """Quantized tensor.
+
+    Attributes:
+        values: Codes in canonical storage.
+        scale: Their scale.
+        zero_point: Zero points, if the key has them.
+    """
 
     values: Tensor
     scale: Tensor
@@ -55,12 +61,24 @@ def quantize_weight(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> Quantized:
-    """Quantise weights ``w`` [E, rows, K] (any float dtype) as ``key`` says; see the module docstring.
+    """Quantize weights as ``key`` specifies; see the module docstring.
 
-    ``g_idx`` [E, K]: the group of each column, for permuted keys, of any number of columns; ``groups`` there are, where
-    that is not what the key's group size makes of K.  ``scale``, and for keys that have them ``zero_point``: used
-    instead of computed ones.  Returns canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per
-    word, rounded up), scale and zero point of :func:`moe_core.spec.weights.scale_shape`.
+    Args:
+        w: [E, rows, K], any float dtype.
+        key: Quantization key.
+        parts: Number of stacked matrices (gate and up: 2).
+        g_idx: [E, K], the group of each column, for permuted keys. A group may have any number of columns.
+        groups: Number of groups, if it is not the one that follows from K and the key's group size.
+        scale: Scale to use instead of a computed one.
+        zero_point: Zero points to use with ``scale``, for keys that have them.
+
+    Returns:
+        Canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scale and
+            zero point in the shape of :func:`moe_core.spec.weights.scale_shape`.
+
+    Raises:
+        TensorError: Tensors do not fit together or the key.
+        ConfigError: ``scale`` and ``zero_point`` do not fit the key.
     """
     check_shape("w", w, ("E", "rows", "K"))
     check_instance("key", key, QuantKey)
@@ -95,12 +113,26 @@ def dequantize_weight(
     cols: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Values [E, rows, K] of canonical weights ``q`` [E, rows, K / values per word].
+    """Dequantize canonical weights.
 
-    ``cols``: K, where the last packed word is not full.  Computed in float64 for ``dtype`` float64, where every value
-    is exact; otherwise in float32, rounded once per element, and once more to a narrower ``dtype``.
+    For float64 the computation is in float64, where every value is exact. Otherwise it is in float32, rounded once
+    per element, and once more to a narrower ``dtype``.
 
-    Raises TensorError where the tensors don't fit each other or the key.
+    Args:
+        q: [E, rows, K / values per word].
+        scale: Scale in the canonical shape.
+        key: Quantization key.
+        parts: Number of stacked matrices (gate and up: 2).
+        zero_point: Zero points, for keys that have them.
+        g_idx: [E, K], the group of each column, for permuted keys.
+        cols: K, if the last packed word is not full.
+        dtype: Dtype of the result.
+
+    Returns:
+        [E, rows, K].
+
+    Raises:
+        TensorError: Tensors do not fit together or the key.
     """
     check_shape("q", q, ("E", "rows", "K"))
     check_instance("key", key, QuantKey)
@@ -130,9 +162,19 @@ def dequantize_weight(
 def quantize_tensor(
     x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> Quantized:
-    """Quantise activations ``x`` [M, K] as ``key`` says: values [M, K], scale of the key's grid ([1] per tensor).
+    """Quantize activations as ``key`` specifies.
 
-    ``scale`` (and ``zero_point``, where the key has them) are used instead of computed ones; a static key needs them.
+    Args:
+        x: [M, K].
+        key: Quantization key.
+        scale: Scale to use instead of a computed one; required for a static key.
+        zero_point: Zero points to use with ``scale``, for keys that have them.
+
+    Returns:
+        Values [M, K] and scale in the key's grid ([1] per tensor).
+
+    Raises:
+        TensorError: The scale of a static key is missing.
     """
     check_shape("x", x, ("M", "K"))
     if scale is None and key.is_static:
@@ -152,7 +194,17 @@ def quantize_tensor(
 
 
 def fake_quantize(x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero_point: Tensor | None = None) -> Tensor:
-    """Activations ``x`` [M, K] quantised and dequantised; float64 values are exact, in ``x``'s dtype otherwise."""
+    """Quantize and dequantize activations.
+
+    Args:
+        x: [M, K].
+        key: Quantization key.
+        scale: Scale to use instead of a computed one; required for a static key.
+        zero_point: Zero points to use with ``scale``, for keys that have them.
+
+    Returns:
+        [M, K] in the dtype of ``x``; float64 values are exact.
+    """
     if x.numel() == 0:
         return x.clone()
     quantized = quantize_tensor(x, key, scale=scale, zero_point=zero_point)
@@ -161,9 +213,15 @@ def fake_quantize(x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero
 
 
 def integer_row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
-    """[R, 1]: the scales of the rows of ``x`` [R, K] of integer activations, NaN where codes lose a NaN of the row.
+    """Compute row scales of integer activations, NaN where the codes lose a NaN of the row.
 
-    ``scale`` as :func:`quantize_tensor` returns it for ``x``, one per row or for all.
+    Args:
+        scale: Scale of ``x`` from :func:`quantize_tensor`, one per row or one for all.
+        x: [R, K].
+        key: Quantization key.
+
+    Returns:
+        [R, 1].
     """
     check_one_level(key)
     rows = scale.reshape(-1, 1).expand(len(x), 1)
@@ -171,14 +229,27 @@ def integer_row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
 
 
 def _lost(x: Tensor, key: QuantKey) -> Tensor:
-    """Which values of ``x`` are NaN once they are quantised: where a scale is found from them, infinities too."""
+    """Mask of values that are NaN after quantization.
+
+    They include Inf if the scale is computed from the values.
+    """
     return x.isnan() if key.is_static else ~x.isfinite()
 
 
 def dequantize_tensor(
     quantized: Quantized, key: QuantKey, *, cols: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Values [M, K] of quantised activations."""
+    """Dequantize activations.
+
+    Args:
+        quantized: The quantized activations.
+        key: Quantization key.
+        cols: K, if the last packed word is not full.
+        dtype: Dtype of the result.
+
+    Returns:
+        [M, K].
+    """
     zero_point = None if quantized.zero_point is None else quantized.zero_point[None]
     return dequantize_weight(
         quantized.values[None], quantized.scale[None], key, zero_point=zero_point, cols=cols, dtype=dtype
@@ -203,10 +274,27 @@ def quantize_moe_weights(
     w13_pre_scale: Tensor | None = None,
     w2_pre_scale: Tensor | None = None,
 ) -> MoEWeights:
-    """Canonical weights from float ``w13`` [E, 2N, K] ([E, N, K] where not ``gated``) and ``w2`` [E, K, N].
+    """Quantize the float weights of a layer to canonical weights.
 
-    ``weight_key`` None keeps the weights as they are.  Biases, static input scales, ``g_idx`` and factors of inputs are
-    carried through; ``w13_groups``, ``w2_groups``: see :func:`quantize_weight`.
+    Args:
+        w13: [E, 2N, K]; [E, N, K] if not ``gated``.
+        w2: [E, K, N].
+        gated: Whether w13 has gate and up rows.
+        weight_key: Quantization key; None keeps the weights as they are.
+        activation_key: Quantization key of the activations, recorded in the result.
+        w13_input_scale: [E], static activation scales, passed through to the result.
+        w2_input_scale: [E], static activation scales, passed through to the result.
+        w13_bias: [E, 2N], passed through to the result.
+        w2_bias: [E, K], passed through to the result.
+        w13_g_idx: [E, K], the group of each column, for permuted keys.
+        w2_g_idx: [E, N], the group of each column, for permuted keys.
+        w13_groups: Number of groups, see :func:`quantize_weight`.
+        w2_groups: Number of groups, see :func:`quantize_weight`.
+        w13_pre_scale: [E, K], factors of inputs, passed through to the result.
+        w2_pre_scale: [E, N], factors of inputs, passed through to the result.
+
+    Returns:
+        The canonical weights.
     """
     check_instance("gated", gated, bool)
     check_instance("weight_key", weight_key, QuantKey, type(None))
@@ -241,17 +329,32 @@ def quantize_moe_weights(
 
 @dataclass(frozen=True)
 class Grid:
-    """Which elements of ``[E, rows, K]`` share a scale: ``parts`` grids of row x col groups, the edge ones partial."""
+    """Assignment of the elements of ``[E, rows, K]`` to scales.
+
+    There are ``parts`` grids of row x col groups; the groups at the edges may be partial.
+    """
 
     experts: int
     parts: int
     part_rows: int
     cols: int
-    row: int  # rows and columns of one group
+    row: int  # extent of one group: row x col
     col: int
 
     @staticmethod
     def of(key: QuantKey, experts: int, rows: int, cols: int, parts: int) -> Grid:
+        """Make the grid of a key for weights [experts, rows, cols].
+
+        Args:
+            key: Quantization key.
+            experts: Number of experts.
+            rows: Number of rows of all parts together.
+            cols: Number of columns.
+            parts: Number of stacked matrices.
+
+        Returns:
+            The grid.
+        """
         shape = key.group_shape
         part_rows = rows // parts
         row = part_rows if shape.row == -1 else shape.row
@@ -260,14 +363,23 @@ class Grid:
 
     @property
     def grid_rows(self) -> int:
+        """Number of groups along the rows of one part."""
         return -(-self.part_rows // self.row)
 
     @property
     def grid_cols(self) -> int:
+        """Number of groups along the columns."""
         return -(-self.cols // self.col)
 
     def groups(self, x: Tensor) -> Tensor:
-        """``x`` as [E, parts, grid_rows, row, grid_cols, col], partial groups filled up with zeros."""
+        """View elements by group, with partial groups padded with zeros.
+
+        Args:
+            x: [E, rows, K].
+
+        Returns:
+            [E, parts, grid_rows, row, grid_cols, col].
+        """
         x = x.reshape(self.experts, self.parts, self.part_rows, self.cols)
         below = self.grid_rows * self.row - self.part_rows
         right = self.grid_cols * self.col - self.cols
@@ -276,17 +388,39 @@ class Grid:
         return x.reshape(self.experts, self.parts, self.grid_rows, self.row, self.grid_cols, self.col)
 
     def ungroup(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`groups`, without the filling."""
+        """Invert :meth:`groups` and remove the padding.
+
+        Args:
+            x: [E, parts, grid_rows, row, grid_cols, col].
+
+        Returns:
+            [E, rows, K].
+        """
         x = x.reshape(self.experts, self.parts, self.grid_rows * self.row, self.grid_cols * self.col)
         x = x[:, :, : self.part_rows, : self.cols]
         return x.reshape(self.experts, self.parts * self.part_rows, self.cols)
 
     def per_group(self, scale: Tensor) -> Tensor:
-        """A scale of the canonical shape as [E, parts, grid_rows, 1, grid_cols, 1]."""
+        """View a scale so that it broadcasts against :meth:`groups`.
+
+        Args:
+            scale: Scale in the canonical shape.
+
+        Returns:
+            [E, parts, grid_rows, 1, grid_cols, 1].
+        """
         return scale.reshape(self.experts, self.parts, self.grid_rows, 1, self.grid_cols, 1)
 
     def spread(self, scale: Tensor, g_idx: Tensor | None = None) -> Tensor:
-        """A scale of the canonical shape as a tensor that broadcasts against [E, rows, K]."""
+        """Expand a scale so that it broadcasts against [E, rows, K].
+
+        Args:
+            scale: Scale in the canonical shape.
+            g_idx: [E, K], the group of each column, or None.
+
+        Returns:
+            [E, rows, K] or [E, rows, 1].
+        """
         scale = scale.reshape(self.experts, self.parts, self.grid_rows, -1)
         if g_idx is not None:
             index = g_idx.long()[:, None, None, :].expand(*scale.shape[:3], self.cols)
@@ -299,7 +433,15 @@ class Grid:
         return scale.reshape(self.experts, self.parts * self.part_rows, -1)
 
     def multiply_(self, values: Tensor, scale: Tensor) -> Tensor:
-        """``values`` [E, rows, K] times a scale of the canonical shape, in place; the scale is never spread out."""
+        """Multiply values by a scale in place, without expanding the scale.
+
+        Args:
+            values: [E, rows, K].
+            scale: Scale in the canonical shape.
+
+        Returns:
+            ``values``.
+        """
         grid = scale.reshape(self.experts, self.parts, self.grid_rows, 1, self.grid_cols, 1)
         x = values.view(self.experts, self.parts, self.part_rows, self.cols)
         for first, last, row in _extents(self.part_rows, self.row):
@@ -312,7 +454,7 @@ class Grid:
 
 
 def _extents(size: int, group: int) -> list[tuple[int, int, int]]:
-    """(begin, end, group size) of what full groups cover of ``size`` elements, and of the partial group behind."""
+    """(begin, end, group size) of the full groups together, and of the partial group after them."""
     full = size // group * group
     return [(begin, end, step) for begin, end, step in ((0, full, group), (full, size, size - full)) if begin < end]
 
@@ -331,7 +473,7 @@ def _check_g_idx(key: QuantKey, g_idx: Tensor | None, like: Tensor) -> None:
 
 
 def _as_grid(scale: Tensor, key: QuantKey, x: Tensor) -> Tensor:
-    """An activation's scale, possibly a scalar, in the canonical shape of [1, M, K]."""
+    """Scale of activations, possibly a scalar, in the canonical shape of [1, M, K]."""
     shape = scale_shape(key, 1, x.shape[0], x.shape[1])
     if scale.numel() == 1:
         return scale.reshape([1] * len(shape)).expand(shape)
@@ -345,7 +487,7 @@ def _as_grid(scale: Tensor, key: QuantKey, x: Tensor) -> Tensor:
 def _quantize(
     x: Tensor, key: QuantKey, parts: int, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Unpacked codes of float32 ``x`` [E, rows, K], canonical scale and zero point."""
+    """Quantize float32 ``x`` [E, rows, K] to unpacked codes, canonical scale and zero point."""
     experts, rows, cols = x.shape
     shape = scale_shape(key, experts, rows, cols, parts)
     if x.numel() == 0:
@@ -359,7 +501,7 @@ def _quantize(
     factor = grid.per_group(scale_values(scale, key))
     scaled = groups / factor
     if zero_point is not None:
-        # rounding comes before the zero point is added, as integer hardware does it
+        # Rounding precedes the zero point, as in integer hardware.
         scaled = scaled.round_().add_(grid.per_group(zero_point.float() - key.dtype.offset))
         zero_point = zero_point.reshape(shape)
     return _encode(grid.ungroup(scaled), key), scale.reshape(shape), zero_point
@@ -374,7 +516,7 @@ def _quantize_permuted(
     scale: Tensor | None,
     zero_point: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """:func:`_quantize` where ``g_idx`` [E, K] says the group of each column."""
+    """:func:`_quantize` with the group of each column given by ``g_idx`` [E, K]."""
     grid = Grid.of(key, w.shape[0], w.shape[1], w.shape[2], parts)
     shape = (w.shape[0], parts * grid.grid_rows, groups or grid.grid_cols)
     if scale is None:
@@ -383,7 +525,7 @@ def _quantize_permuted(
         rows = rows.view(grid.experts, parts * grid.grid_rows, grid.row, grid.cols)
         index = g_idx.long()[:, None, :].expand(-1, shape[1], -1)
         nothing = w.new_zeros(shape)
-        # a range always includes 0, so groups may begin with it
+        # A range always includes 0, so the minimum and maximum of a group may start with 0.
         low = nothing.scatter_reduce(2, index, rows.amin(dim=2), "amin")
         high = nothing.scatter_reduce(2, index, rows.amax(dim=2), "amax")
         scale, zero_point = scale_of_range(low, high, key)
@@ -394,25 +536,34 @@ def _quantize_permuted(
 
 
 def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Tensor | None]:
-    """Stored scale and zero point of groups whose smallest and largest elements are ``low`` and ``high``."""
+    """Compute the stored scale and zero point of groups from their value range.
+
+    Args:
+        low: Smallest element of each group.
+        high: Largest element of each group.
+        key: Quantization key.
+
+    Returns:
+        Scale and zero point (None if the key is symmetric).
+    """
     dtype = key.dtype
     if key.symmetric:
         amax = torch.maximum(low.abs(), high.abs()).float().clamp_min(AMAX_FLOOR)
         if key.scale.rounding != "up":
             return _exponents(amax, key), None
-        # by a tensor: torch turns division by a number into a product with its inverse on a GPU
+        # The divisor is a tensor: torch replaces division by a number with multiplication by its reciprocal on a GPU.
         return _store_scale(amax / torch.full_like(amax, dtype.max_value), key), None
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     width = (high - low).clamp_min(AMAX_FLOOR)
-    width = torch.where(width.isinf(), torch.nan, width)  # beside a zero point, infinity would leave infinities
+    width = torch.where(width.isinf(), torch.nan, width)  # With a zero point, an infinite scale would leave infinities.
     scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key)
     zero_point = (dtype.min_value - low / scale_values(scale, key)).round()
-    # stored like a code, so offset-binary types shift it as well
+    # Zero points are stored like codes, so offset-binary types shift them as well.
     zero_point = zero_point.clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0)
     return scale, (zero_point + dtype.offset).to(torch.int32)
 
 
-#: bits of an element's mantissa, and the exponent of its largest value: 6 is 1.5 * 2**2, 448 is 1.75 * 2**8
+#: Mantissa bits of an element, and exponent of its largest value: 6 is 1.5 * 2**2, 448 is 1.75 * 2**8.
 _MANTISSA_AND_EXPONENT = {FP4_E2M1: (1, 2), FP8_E4M3: (3, 8)}
 
 
@@ -423,41 +574,49 @@ def _exponents(amax: Tensor, key: QuantKey) -> Tensor:
     mantissa, exponent = _MANTISSA_AND_EXPONENT[key.dtype]
     bits = amax.view(torch.int32)
     if key.scale.rounding == "even":
-        # half of the last place of a code's mantissa
+        # Half of the last place of a code's mantissa.
         bits = bits + (1 << 22 - mantissa)
     codes = torch.where(amax.isfinite(), ((bits >> 23) - exponent).clamp(0, 254), 255)
     return codes.to(torch.uint8).view(key.scale.dtype)
 
 
 def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:
-    """A float32 scale in the key's dtype."""
+    """Convert a float32 scale to the key's dtype."""
     dtype = key.scale.dtype
     if is_e8m0(dtype):
-        # up to the next power of two: the exponent field, plus one if anything is below it
+        # Round up to the next power of two: the exponent field, plus one if any mantissa bit is set.
         bits = scale.float().view(torch.int32)
         codes = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-        codes = torch.where(scale.isfinite(), codes.clamp(0, 254), 255)  # NaN where the scale is no number
+        codes = torch.where(scale.isfinite(), codes.clamp(0, 254), 255)  # e8m0 NaN where the scale is not finite
         return codes.to(torch.uint8).view(dtype)
     if dtype is torch.float32:
         return scale
-    # a scale that rounds to zero would divide by zero
+    # A scale that rounds to zero would cause a division by zero.
     info = torch.finfo(dtype)
     return scale.to(dtype).clamp_min(info.smallest_normal * info.eps)
 
 
 def scale_values(scale: Tensor, key: QuantKey) -> Tensor:
-    """A stored scale in float32."""
+    """Convert a stored scale to float32.
+
+    Args:
+        scale: The stored scale.
+        key: Quantization key.
+
+    Returns:
+        float32 tensor of the same shape.
+    """
     return e8m0_to_float32(scale) if is_e8m0(key.scale.dtype) else scale.float()
 
 
 # ------------------------------------------------------------------ elements
 
-# boundaries between the magnitudes of e2m1; a tie goes to the even code: every second boundary belongs to the upper one
+# Boundaries between the magnitudes of e2m1. Ties go to the even code: every second boundary belongs to the upper one.
 _E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def _encode(scaled: Tensor, key: QuantKey) -> Tensor:
-    """Unpacked codes of values that are already divided by their scale (zero point added)."""
+    """Unpacked codes of values already divided by their scale, with the zero point added."""
     dtype = key.dtype
     if dtype.kind is NumberKind.FLOAT:
         if dtype.bits == 8:
@@ -466,7 +625,7 @@ def _encode(scaled: Tensor, key: QuantKey) -> Tensor:
         upper[1::2] = torch.nextafter(upper[1::2], upper.new_zeros(()))
         magnitude = torch.bucketize(scaled.abs().contiguous(), upper.to(scaled.device))
         return (magnitude + 8 * torch.signbit(scaled)).to(torch.uint8)
-    # an integer can't be NaN: 0, and the scale says it
+    # An integer cannot be NaN: the code is 0, and the scale is NaN.
     codes = scaled.round().clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0) + dtype.offset
     if dtype.kind is NumberKind.INT and key.packing is not None:
         return codes.to(torch.int16).bitwise_and(2**dtype.bits - 1).to(torch.uint8)
@@ -474,7 +633,7 @@ def _encode(scaled: Tensor, key: QuantKey) -> Tensor:
 
 
 def _decode(codes: Tensor, key: QuantKey, wide: torch.dtype) -> Tensor:
-    """Values of unpacked codes as a new tensor, zero point not yet subtracted."""
+    """Values of unpacked codes as a new tensor, before subtraction of the zero point."""
     dtype = key.dtype
     if dtype.kind is NumberKind.FLOAT:
         if dtype.name == "e4m3":
@@ -496,7 +655,7 @@ def _decode(codes: Tensor, key: QuantKey, wide: torch.dtype) -> Tensor:
 
 
 def _pack(codes: Tensor, key: QuantKey) -> Tensor:
-    """Unpacked codes [E, rows, K] in the key's storage."""
+    """Pack codes [E, rows, K] into the key's storage."""
     packing = key.packing
     if packing is None:
         return codes
@@ -509,7 +668,7 @@ def _pack(codes: Tensor, key: QuantKey) -> Tensor:
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
     codes = codes.reshape(*codes.shape[:along], codes.shape[along] // count, count, *codes.shape[along + 1 :])
-    # torch has no unsigned 32-bit shifts: words are put together in int64 and their low bits kept
+    # torch has no unsigned 32-bit shifts: words are assembled in int64, and their low bits are kept.
     shifts = key.dtype.bits * torch.arange(count, device=codes.device)
     shifts = shifts if along == 2 else shifts[:, None]
     if packing.storage is torch.uint8 and count == 2:
@@ -520,7 +679,7 @@ def _pack(codes: Tensor, key: QuantKey) -> Tensor:
 
 
 def _unpack(q: Tensor, key: QuantKey, cols: int | None) -> Tensor:
-    """Unpacked codes [E, rows, K] of storage ``q``."""
+    """Unpack storage ``q`` to codes [E, rows, K]."""
     packing = key.packing
     if packing is None:
         if cols is not None and cols != q.shape[2]:

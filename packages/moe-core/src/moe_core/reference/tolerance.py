@@ -1,32 +1,35 @@
-"""How far a backend may be from the float64 reference: derived bounds, nothing tried out.
+"""Tolerance of a backend's error against the float64 reference, from derived bounds.
 
-Two conditions on the output ``B``, with the exact reference ``R`` and the yardstick ``Y`` (the same layer with weights
-and activations in the 16-bit dtype of the config, float32 sums; see :mod:`moe_core.reference.fused_moe`):
+None of the bounds is tuned empirically. The output ``B`` must meet two conditions. ``R`` is the exact reference.
+``Y`` is the yardstick: the same layer with weights and activations in the 16-bit dtype of the config and float32 sums
+(see :mod:`moe_core.reference.fused_moe`).
 
 1. ``|B - R| <= max(1.5 |Y - R|, floor)`` in the Frobenius norm;
-2. each element within its own bound.
+2. each element is within its own bound.
 
-Both the floor and the bounds follow from one model of what a sound implementation rounds, ``u`` the unit roundoff
-of the dtype:
+Both the floor and the bounds follow from one model of the rounding in a correct implementation. ``u`` is the unit
+roundoff of the dtype:
 
-- weights and quantised activations: what the yardstick's rounding of them is, and for backends that say so, what
-  rounding their scales first adds;
-- the first product, the activated values, each expert's result, the output: an error uniform within half a unit in the
-  last place (a whole one where conversions truncate);
-- float32 sums of n terms, one after another: an error of up to 2^-24 of each partial sum.  Terms of one sign add up
-  to S evenly, others to their norm T: a standard deviation of at most 2^-24 sqrt(n / 3 (T^2 + S^2 / 3));
-- the activation function: a unit of float32 in the last place of its inputs' product, after their limit;
-- the quantiser of the second product (and of the first, where x was weighted) sees values that are off by this much:
-  values near a rounding boundary land on the other side, and a power-of-two scale may double.  The reference's own
-  values say which and how far, so nothing is assumed about how often that happens;
-- magnitudes below the smallest normal float32, which GPUs may take for zeros: of activated values and of results.
+- Weights and quantized activations: the rounding error of the yardstick. For backends that declare it, also the error
+  of rounding their scales first.
+- First product, activated values, each expert's result, output: an error uniform within half a unit in the last place
+  (a whole unit if conversions truncate).
+- Sequential float32 sums of n terms: an error of up to 2^-24 of each partial sum. Terms of one sign add up to S
+  evenly, others to their norm T. The standard deviation is at most 2^-24 sqrt(n / 3 (T^2 + S^2 / 3)).
+- Activation function: one float32 unit in the last place of the product of its inputs, after their limit.
+- Quantizer of the second product (and of the first, if x was weighted): its inputs have these errors. Values near a
+  rounding boundary end up on the other side, and a power-of-two scale may double. The reference's own values
+  determine which and how far, so nothing is assumed about how often that happens.
+- Magnitudes below the smallest normal float32, which GPUs may flush to zero: in activated values and in results.
 
-An element's bound is six standard deviations of the sum of all these (2e-9 of falling outside, for sums of independent
-bounded terms), plus the output's rounding.  The floor is the expected norm plus four standard deviations of its square
-and the largest single event: for many tokens it lies below condition 1's multiple, for one token it allows that chance
-gave the yardstick a lucky draw.  Where nothing is added up (a token without a valid expert), the bound is exactly 0.
+The bound of an element is six standard deviations of the sum of all these (probability 2e-9 of falling outside, for
+sums of independent bounded terms), plus the rounding of the output. The floor is the expected norm plus four standard
+deviations of its square and the largest single event. For many tokens it is below the multiple in condition 1. For
+one token it covers the case that the yardstick is accurate by chance. Where nothing is added up (a token without a
+valid expert), the bound is exactly 0.
 
-A token's expert ids are distinct, as every router makes them: errors of one expert met twice would add up.
+The expert ids of a token must be distinct, as every router makes them: the errors of an expert that occurs twice
+would add up.
 """
 
 from __future__ import annotations
@@ -47,22 +50,26 @@ from moe_core.spec.lora import LoRA
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import MoEWeights
 
-#: how much worse than the yardstick a backend may be, in the Frobenius norm
+#: Allowed ratio of a backend's error to the yardstick's, in the Frobenius norm.
 FACTOR = 1.5
-#: standard deviations that an element may be off, and that the squared norm may exceed its mean
+#: Allowed standard deviations of an element's error, and of the squared norm above its mean.
 ELEMENT_SIGMAS, NORM_SIGMAS = 6.0, 4.0
-#: of float32; GPUs may take what is smaller for zero
+#: Smallest normal float32; GPUs may flush smaller values to zero.
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-#: means of eight equally likely parts of the normal distribution
+#: Means of eight equally likely parts of the normal distribution.
 _NORMAL_POINTS = (-1.647, -0.895, -0.492, -0.158, 0.158, 0.492, 0.895, 1.647)
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What is expected of an output, and how far it may be from it.
+    """Expected output and allowed error.
 
-    - ``exact`` [M, K] float64, and the ``bound`` of each element's error
-    - norms of the error: the ``yardstick``'s, the one that the model finds ``typical``, and the ``floor`` of the limit
+    Attributes:
+        exact: [M, K] float64.
+        bound: [M, K], bound of each element's error.
+        yardstick: Norm of the yardstick's error.
+        typical: Norm of the error that the model predicts.
+        floor: Lower limit of the allowed norm.
     """
 
     exact: Tensor
@@ -73,14 +80,21 @@ class Expected:
 
     @property
     def limit(self) -> float:
-        """The largest allowed Frobenius norm of the error."""
+        """Maximum Frobenius norm of the error."""
         return max(FACTOR * self.yardstick, self.floor)
 
     @staticmethod
     def sum_of(parts: Sequence[Expected], dtype: torch.dtype) -> Expected:
-        """Of the sum of what several ranks compute, whose outputs are rounded to ``dtype`` and added up in it.
+        """Combine the expectations of several ranks whose outputs are added up.
 
-        The ranks' errors are independent.  Each addition rounds a sum of at most the parts' magnitudes.
+        The ranks' errors are independent. Each addition rounds a sum of at most the parts' magnitudes.
+
+        Args:
+            parts: Expectation of each rank.
+            dtype: Dtype of the outputs and of the addition.
+
+        Returns:
+            The expectation of the sum.
         """
         if len(parts) == 1:
             return parts[0]
@@ -91,22 +105,28 @@ class Expected:
             torch.stack([part.bound for part in parts]).sum(0) + added,
             math.hypot(*(part.yardstick for part in parts)),
             math.hypot(*(part.typical for part in parts)),
-            # of squares: expectations add up, deviations and largest events no more than that
+            # These are squares: expectations add up; deviations and largest events add up to no more than that.
             math.hypot(*(part.floor for part in parts)) + float(added.norm()),
         )
 
     def compare(self, actual: Tensor, what: str, *, elements: bool = True) -> None:
-        """Raise AssertionError, with all figures, unless ``actual`` [M, K] meets both conditions, or the first only.
+        """Assert that an output meets the tolerance.
 
-        Without ``elements``: of millions some lie outside their bounds, since errors are no independent draws where
-        an activation's limit gives many values the same rounding error.
+        Args:
+            actual: [M, K].
+            what: Description of the output, for the message.
+            elements: Also check each element. Turn this off for millions of elements: some are outside their bounds,
+                since errors are not independent if an activation's limit gives many values the same rounding error.
+
+        Raises:
+            AssertionError: A condition is violated; the message has all figures.
         """
         if tuple(actual.shape) != tuple(self.exact.shape):
             raise AssertionError(f"{what}: output has shape {list(actual.shape)}, expected {list(self.exact.shape)}")
         if not actual.numel():
             return
         error = (actual.double() - self.exact).abs()
-        # a NaN compares false with everything, so the question is what is inside
+        # NaN compares false with everything, so the test is for elements inside the bound.
         outside = ~(error <= (self.bound if elements else math.inf))
         norm, scale = float(error.norm()), float(self.exact.norm())
         if norm <= self.limit and not bool(outside.any()):
@@ -126,42 +146,76 @@ class Expected:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding to ``dtype``, to nearest or, where it ``truncates``, towards zero: errors of up to twice the size."""
+    """Rounding to ``dtype``.
+
+    Attributes:
+        dtype: The dtype.
+        truncates: Round towards zero instead of to nearest, which doubles the largest error.
+    """
 
     dtype: torch.dtype
     truncates: bool = False
 
     @property
     def unit(self) -> float:
-        """The largest relative error."""
+        """Largest relative error."""
         return torch.finfo(self.dtype).eps * (1.0 if self.truncates else 0.5)
 
     @property
     def tiny(self) -> float:
-        """The largest error of what is subnormal."""
+        """Largest error of a subnormal number."""
         info = torch.finfo(self.dtype)
         return info.smallest_normal * info.eps * (1.0 if self.truncates else 0.5)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest rounding error of float64 ``x``: ``unit`` times the power of two below ``|x|``."""
+        """Compute the largest rounding error: ``unit`` times the power of two below ``|x|``.
+
+        Args:
+            x: float64 values.
+
+        Returns:
+            Tensor of the same shape.
+        """
         _, exponent = torch.frexp(x)
         power = torch.exp2(exponent.double() - 1)
         return torch.where(x == 0, 0.0, (self.unit * power).clamp_min(self.tiny))
 
     def variance(self, x: Tensor) -> Tensor:
-        """Variance of the error of rounding ``x``, uniform within what is possible."""
+        """Compute the variance of the rounding error, assumed uniform within its limits.
+
+        Args:
+            x: float64 values.
+
+        Returns:
+            Tensor of the same shape.
+        """
         return self.largest(x).square() / 3
 
     def square(self, x: Tensor) -> Tensor:
-        """Squared error of float64 ``x`` as the yardstick rounds it (0 for what the dtype holds exactly)."""
+        """Compute the squared error of the yardstick's rounding (0 for values the dtype represents).
+
+        Args:
+            x: float64 values.
+
+        Returns:
+            Tensor of the same shape.
+        """
         return (x.to(self.dtype).double() - x).square() * (4.0 if self.truncates else 1.0)
 
 
 def yardstick_dtype(dtype: torch.dtype, device: torch.device, activation_key: QuantKey | None) -> torch.dtype:
-    """What the yardstick of a layer of ``dtype`` multiplies in: bfloat16 where a GPU quantises float32 activations.
+    """Select the dtype in which the yardstick multiplies.
 
-    Tensor cores of 8-bit operands add up with fewer bits than float32 has (Hopper's e4m3: about 14), so float32
-    products are nobody's measure there.
+    It is bfloat16 if a GPU quantizes float32 activations. Tensor cores accumulate products of 8-bit operands with
+    fewer bits than float32 has (Hopper's e4m3: about 14), so float32 products would be too strict a yardstick.
+
+    Args:
+        dtype: Dtype of the layer.
+        device: Device of the layer.
+        activation_key: Quantization key of the activations.
+
+    Returns:
+        The dtype.
     """
     quantised = device.type != "cpu" and activation_key is not None
     return torch.bfloat16 if quantised and dtype is torch.float32 else dtype
@@ -181,12 +235,24 @@ def expected_output(
     rounds_scales: bool = False,
     lora: LoRA | None = None,
 ) -> Expected:
-    """The reference with the allowed deviations; arguments as for
-    :func:`moe_core.reference.fused_moe.fused_moe_reference`.
+    """Compute the reference output with its allowed deviations.
 
-    ``compute_dtype``: of the yardstick and the model, default the config's; ``truncates``: conversions to it truncate;
-    ``rounds_products``: products are rounded before their biases are added, too, and with ``rounds_scales`` the scales
-    of weights before they multiply (:class:`moe_core.interface.claims.Claims`).
+    Args:
+        x: [M, K].
+        weights: Canonical weights of the local experts.
+        config: Configuration of the layer.
+        topk_weights: [M, k] float.
+        topk_ids: [M, k], global expert ids.
+        expert_map: [E], as for :func:`moe_core.reference.fused_moe.fused_moe_reference`.
+        compute_dtype: Dtype of the yardstick and the model; default: that of the config.
+        truncates: Conversions to that dtype truncate.
+        rounds_products: Products are also rounded before their biases are added
+            (:class:`moe_core.interface.claims.Claims`).
+        rounds_scales: Weight scales are rounded before they multiply (:class:`moe_core.interface.claims.Claims`).
+        lora: Adapters, and the adapter id of each token.
+
+    Returns:
+        The expected output and its bounds.
     """
     compute_dtype = compute_dtype or config.dtype
     of_weights = _WeightErrors(weights, config, compute_dtype if rounds_scales else None)
@@ -210,13 +276,13 @@ def expected_output(
     dynamic = None if static else key
 
     weighted = routed.only_used(x.double() * topk_weights.double() if on_input else x.double())
-    # what is not quantised again is rounded as an operand of the product, which _operands counts
+    # Values that are not quantized again are rounded as an operand of the product, which _operands counts.
     before_quantiser = rounding.variance(weighted) * (on_input and key is not None)
     entering, before_quantiser, row = _pre_scaled(
         steps,
         "w13",
         weighted,
-        # x with the router weight is rounded before it is multiplied once more
+        # x with the router weight is rounded before it is multiplied once more.
         rounding.variance(weighted) * on_input if weights.w13_pre_scale is not None else before_quantiser,
         routed.token,
         routed,
@@ -264,13 +330,13 @@ def expected_output(
         added, added_variance = _addition(lora, "w2", expert, hidden[pairs], token, rounding, hidden_variance[pairs])
         result[pairs], variance[pairs] = y + added, y_variance + added_variance
         flushed[pairs] = _SMALLEST_NORMAL * (1 + w.abs().sum(dim=1))
-        # in the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2
+        # In the norm over all output columns, an error of h_n counts |w_router W2[:, n]|^2.
         weight = 1.0 if on_input else router[pairs].square()
         gain = w.square().sum(dim=0) * weight
         rounded = _operands(part.value, w, y if bias is None else y - bias.double(), rounding)
         rounded += added_variance + early + scaled
         mean += float((part.mean * gain).sum() + (rounded * weight).sum())
-        # 2: a sum of many rounding errors is normal, its square has twice its variance squared
+        # Factor 2: a sum of many rounding errors is normal, and its square has twice its variance squared.
         square += float((part.mean * part.peak * gain.square()).sum() + 2 * (rounded * weight).square().sum())
         largest = max(largest, float((part.peak * gain).max()), float((part.jump_peak * gain).sum(dim=1).max()))
         if part.jumps:
@@ -288,20 +354,21 @@ def expected_output(
     bound = rounding.unit * exact.abs() + ELEMENT_SIGMAS * total.sqrt() + zeros
     for last in (rounding.variance(contribution), rounding.variance(exact)):
         mean += float(last.sum())
-        # 9/5: the fourth moment of a uniform variable in units of its variance squared
+        # Factor 9/5: the fourth moment of a uniform variable in units of its variance squared.
         square += 1.8 * float(last.square().sum())
-    # a rounded result times a router weight near 1 is no chance product: its second rounding may err by half a unit
+    # A rounded result times a router weight near 1 is not a random product: its second rounding may err by half a
+    # unit.
     twice = rounding.square(result.to(compute_dtype).double() * factor).sum() - rounding.variance(contribution).sum()
     mean += float(twice.clamp_min(0.0))
-    # a single rare event, such as a scale that doubles, may be all that happens
+    # A single rare event, such as a scale that doubles, may be all that happens.
     floor = math.sqrt(mean + NORM_SIGMAS * math.sqrt(square) + largest)
     return Expected(exact, bound, float((yardstick - exact).norm()), math.sqrt(mean), floor)
 
 
 class _WeightErrors:
-    """What scales of groups of columns lose where they are rounded to ``dtype`` first; None: nothing.
+    """Error of group scales that are rounded to ``dtype`` before use; None: no error.
 
-    All columns of a group are off by the same factor, so that the error is known and not drawn anew for each.
+    All columns of a group are off by the same factor, so the error is computed, not modeled as random.
     """
 
     def __init__(self, weights: MoEWeights, config: FusedMoEConfig, dtype: torch.dtype | None) -> None:
@@ -314,37 +381,48 @@ class _WeightErrors:
             return
         rounded: dict[str, Any] = {}
         for name, scale in scales.items():
-            # the mantissa alone: kernels hold separately what the dtype's exponent can't
+            # Only the mantissa is rounded: kernels store separately what the dtype's exponent cannot hold.
             mantissa, exponent = torch.frexp(scale)
             rounded[name] = torch.ldexp(mantissa.to(dtype).to(scale.dtype), exponent)
         if any(not torch.equal(rounded[name], scale) for name, scale in scales.items()):
             self.steps = Steps(replace(weights, **rounded), config, torch.float64, None, weights.activation_key)
 
     def square(self, name: str, expert: int, w: Tensor, x: Tensor) -> Tensor:
-        """The squared error of x W^T; ``w``: W as it is."""
+        """Compute the squared error of x W^T.
+
+        Args:
+            name: "w13" or "w2".
+            expert: Local expert.
+            w: W without the error.
+            x: Rows that enter the product.
+
+        Returns:
+            Squared error of each element.
+        """
         if self.steps is None:
             return x.new_zeros(())
         return (x @ (self.steps.weight(name, expert) - w).T).square()
 
 
 def _product(x: Tensor, variance: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """x W^T + bias, and the variance of its error: that of x, and what :func:`_operands` says."""
+    """x W^T + bias and the variance of its error: that of x, plus :func:`_operands`."""
     z = x @ w.T
     z_variance = variance @ w.square().T + _operands(x, w, z, rounding)
     return (z if bias is None else z + bias.double()), z_variance
 
 
 def _before_bias(z: Tensor, bias: Tensor | None, rounding: Rounding) -> Tensor:
-    """Variance of rounding a product before its bias, which ``z`` has."""
+    """Variance of rounding a product before its bias is added; ``z`` includes the bias."""
     return torch.zeros_like(z) if bias is None else rounding.variance(z - bias.double())
 
 
 def _pre_scaled(
     steps: Steps, name: str, x: Tensor, variance: Tensor, row: Tensor, routed: RoutedPairs, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:meth:`moe_core.reference.fused_moe.Steps.pre_scaled` of ``x`` and of the ``variance`` of its error.
+    """Apply the column factors of pre-scaled weights to ``x`` and its error variance.
 
-    A product that is quantised again is rounded first; what enters a matrix product is counted there.
+    See :meth:`moe_core.reference.fused_moe.Steps.pre_scaled`. A product that is quantized again is rounded first. The
+    rounding of operands of a matrix product is counted there.
     """
     factors: Tensor | None = getattr(steps.weights, f"{name}_pre_scale")
     if factors is None:
@@ -367,9 +445,10 @@ def _addition(
     rounding: Rounding,
     variance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What adapters add to one expert's product of the rows ``x`` of the tokens ``token``, and its variance.
+    """What adapters add to one expert's product, and the variance of its error.
 
-    The values between the two products are rounded, and so is the addition; ``variance``: that of the error of ``x``.
+    ``x`` are the rows of the tokens ``token``, and ``variance`` is that of the error of ``x``. The values between the
+    two products are rounded, and so is the addition.
     """
     if lora is None:
         return x.new_zeros(()), x.new_zeros(())
@@ -399,7 +478,7 @@ def _addition(
 
 
 def _summing(terms: int) -> float:
-    """Variance of a float32 sum's error over T^2 + S^2 / 3, of so many terms."""
+    """Error variance of a float32 sum per T^2 + S^2 / 3, for a number of terms."""
     return 2.0**-48 * terms / 3
 
 
@@ -412,9 +491,9 @@ def _operands(x: Tensor, w: Tensor, product: Tensor, rounding: Rounding) -> Tens
 
 
 def _activated(z: Tensor, sigma: Tensor, config: FusedMoEConfig) -> tuple[Tensor, Tensor]:
-    """The activated values of ``z``, and the variance that errors of standard deviation ``sigma`` cause in them.
+    """Activated values of ``z``, and the variance caused by errors of deviation ``sigma``.
 
-    Differences instead of derivatives: they hold at the kinks (clamps, relu) too.
+    Uses differences instead of derivatives: they hold at kinks (clamps, relu) too.
     """
 
     def activate(values: Tensor) -> Tensor:
@@ -430,7 +509,8 @@ def _activated(z: Tensor, sigma: Tensor, config: FusedMoEConfig) -> tuple[Tensor
         moved[:, half] = sigma[:, half]
         change = torch.maximum((activate(z + moved) - h).abs(), (activate(z - moved) - h).abs())
         variance += change.square()
-    # evaluated in float32, where gelu's 1 + erf(x) cancels: an error relative to the clamped inputs, not to the result
+    # Activations are evaluated in float32, where gelu's 1 + erf(x) cancels: the error is relative to the clamped
+    # inputs, not to the result.
     params = config.params
     limit = math.inf if params.limit is None else params.limit
     soft = abs(params.beta or 1.0) if config.activation is MoEActivation.SITU else limit
@@ -443,11 +523,15 @@ def _activated(z: Tensor, sigma: Tensor, config: FusedMoEConfig) -> tuple[Tensor
 
 @dataclass(frozen=True, eq=False)
 class _Spread:
-    """Values after the quantiser, and what errors before it do to them.
+    """Values after the quantizer, and the effect of errors before it.
 
-    ``element``: the square that bounds (quantised) or describes (not quantised) each error; ``mean`` and ``peak``:
-    expected and largest square; ``jumps``: squares of what other scales would give, a sample of equally likely cases,
-    and ``jump_peak`` the largest possible.
+    Attributes:
+        value: The values.
+        element: Squared error of each element: a bound if quantized, else the variance.
+        mean: Expected squared error.
+        peak: Largest squared error.
+        jump_peak: Largest possible squared error from other scales.
+        jumps: Squared errors from other scales, for a sample of equally likely cases.
     """
 
     value: Tensor
@@ -471,8 +555,11 @@ class _Spread:
 def _spread(
     x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | None, zero_point: Tensor | None = None
 ) -> _Spread:
-    """Quantise ``x``, whose elements have errors of ``variance``; ``scale``, ``zero_point`` where they are static."""
-    # 3: the fourth moment of a normal variable, so that mean x peak is the variance of its square or more
+    """Quantize ``x``, whose elements have errors of ``variance``.
+
+    ``scale`` and ``zero_point`` are given if they are static.
+    """
+    # Factor 3: the fourth moment of a normal variable, so that mean x peak is at least the variance of its square.
     if key is None or not x.numel():
         return _Spread(x, variance, variance, 3 * variance, torch.zeros_like(x))
 
@@ -510,7 +597,7 @@ def _spread(
 
 
 def _static(weights: MoEWeights, name: str, expert: int) -> tuple[Tensor | None, Tensor | None]:
-    """Scale and zero point of the expert's activations."""
+    """Static scale and zero point of an expert's activations."""
     scale: Tensor | None = getattr(weights, f"{name}_input_scale")
     zero_point: Tensor | None = getattr(weights, f"{name}_input_zero_point")
     return None if scale is None else scale[expert], None if zero_point is None else zero_point[expert]

@@ -1,17 +1,17 @@
 """Experts in plain torch, for any scheme and any device.
 
-Per expert: dequantise its two matrices to float32, quantise the activations as the key says, two
-matrix products.  Scales of whole rows are applied to the products, of which there are fewer.  Only experts that have
-tokens cost anything.  A scheme subclasses :class:`TorchExperts` with its claims, and overrides
-:meth:`TorchExperts.matrix` where it reads its weights faster.
+For each expert, the two matrices are dequantized to float32 and the activations are quantized as the key specifies,
+followed by two matrix products. Scales of whole rows are applied to the products, which have fewer elements. Only
+experts with tokens cost anything. A scheme subclasses :class:`TorchExperts` with its claims, and overrides
+:meth:`TorchExperts.matrix` if it can read its weights faster.
 
-Dynamic scales are those of :mod:`moe_core.reference.fused_moe`: tokens are quantised once, before they are spread over
-experts, unless every expert scales its inputs by factors of its own; a scale per tensor spans the tokens, then the
-pairs, that this rank computes, so all experts' first products come first.
+Dynamic scales are those of :mod:`moe_core.reference.fused_moe`. Tokens are quantized once, before they are
+distributed to experts, unless every expert has different input factors. A per-tensor scale covers the tokens, then
+the pairs, that this rank computes, so the first products of all experts come first.
 
-Batch-invariant layers take every token, or batched row, by itself.
+Batch-invariant layers process every token, or batched row, separately.
 
-Reading the token counts on the host synchronises with a GPU; the claims say ``cuda_graph=False``.
+The host reads the token counts and so synchronizes with the GPU; the claims therefore set ``cuda_graph=False``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,17 @@ from moe_core.spec.weights import KernelWeights, MoEWeights
 
 
 def local_expert_ids(topk_ids: Tensor, num_experts: int, num_local: int, expert_map: Tensor | None) -> Tensor:
-    """``topk_ids`` [M, k] as int64 indices of local experts; -1 for ids out of range or living elsewhere."""
+    """Convert global expert ids to indices of local experts.
+
+    Args:
+        topk_ids: [M, k].
+        num_experts: Number of experts E over all ranks.
+        num_local: Number of experts on this rank.
+        expert_map: [E], local index of each global expert, or None.
+
+    Returns:
+        [M, k] int64; -1 for ids that are out of range or on another rank.
+    """
     check_tensor("topk_ids", topk_ids)
     whole_number("num_experts", num_experts)
     whole_number("num_local", num_local, 0)
@@ -53,7 +63,7 @@ def local_expert_ids(topk_ids: Tensor, num_experts: int, num_local: int, expert_
 
 
 class TorchExperts(FusedMoEExpertsModular):
-    """Experts in plain torch operations, for any device; a scheme's subclass adds ``claims``."""
+    """Experts in plain torch operations for any device; a scheme's subclass adds ``claims``."""
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         return KernelWeights(
@@ -80,7 +90,18 @@ class TorchExperts(FusedMoEExpertsModular):
         )
 
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
-        """``x`` [R, cols] times one expert's matrix, without the bias: [R, rows], all float32."""
+        """Multiply rows by one expert's matrix, without the bias.
+
+        Args:
+            x: [R, cols] float32.
+            weights: Matrices of all experts.
+            desc: Quantization of the weights.
+            expert: Local expert.
+            parts: Number of stacked matrices with separate scale rows.
+
+        Returns:
+            [R, rows] float32.
+        """
         key = desc.key
         whole_rows = key is not None and key.symmetric and key.group_shape.col == -1 and key.group_shape.row in (1, -1)
         if not whole_rows or desc.scale is None or weights.dtype not in (torch.float8_e4m3fn, torch.int8):
@@ -90,32 +111,57 @@ class TorchExperts(FusedMoEExpertsModular):
             return F.linear(x.double(), _dequantized(weights, desc, expert, parts, x.shape[1], torch.float64)).float()
         codes = weights[expert]
         y = F.linear(x, decode_e4m3(codes) if codes.dtype is torch.float8_e4m3fn else codes.float())
-        scale = desc.scale[expert].float().view(-1, 1)  # one for each of the rows, or for each of the parts
+        scale = desc.scale[expert].float().view(-1, 1)  # one per row, or one per part
         y.view(len(x), len(scale), y.shape[1] // len(scale)).mul_(scale)
         return y
 
     def matrix(self, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int, cols: int) -> Tensor:
-        """One expert's matrix [rows, cols] in float32; ``parts``: stacked matrices with scale rows of their own.
+        """Dequantize one expert's matrix.
 
-        A code times its scale may be beyond float32 and infinite here: then :meth:`product` takes float64 instead.
+        A code times its scale can overflow float32 and is infinite here; :meth:`product` then uses float64 instead.
+
+        Args:
+            weights: Matrices of all experts.
+            desc: Quantization of the weights.
+            expert: Local expert.
+            parts: Number of stacked matrices with separate scale rows.
+            cols: Number of columns.
+
+        Returns:
+            [rows, cols] float32.
         """
         if desc.key is None:
             return weights[expert].float()
         return _dequantized(weights, desc, expert, parts, cols, torch.float32)
 
     def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
-        """``x`` [R, K] float32 as the matrix product sees it: quantised as the activation key says.
+        """Quantize and dequantize rows as the activation key specifies.
 
-        ``scale``: an expert's own, where the key is static; then ``x`` are that expert's rows, and ``desc`` holds its
-        zero point.  Otherwise they are all rows that a scale may span.
+        Args:
+            x: [R, K] float32: one expert's rows with ``scale``, else all rows that a scale may cover.
+            desc: Quantization of the activations; with ``scale``, of that expert, including its zero point.
+            scale: Scale of one expert, for a static key.
+
+        Returns:
+            [R, K] float32, as it enters the matrix product.
         """
         if desc.key is None:
-            # 16-bit activations enter the product in the layer's dtype
+            # 16-bit activations enter the product in the layer's dtype.
             return x.to(self.config.dtype).float()
         return fake_quantize(x, desc.key, scale=scale, zero_point=None if scale is None else desc.zero_point)
 
     def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
-        """Activated values [R, N] of one expert's rows ``x`` [R, K], all float32; ``added`` [R, 2N] by adapters."""
+        """Compute the activated values of one expert.
+
+        Args:
+            x: [R, K] float32.
+            weights: Kernel weights.
+            expert: Local expert.
+            added: [R, 2N] from adapters, or None.
+
+        Returns:
+            [R, N] float32.
+        """
         config, quant = self.config, weights.quant_config
         h = self.product(x, weights.w13, quant.w1, expert, 2 if config.is_gated else 1)
         if quant.w1_bias is not None:
@@ -125,7 +171,16 @@ class TorchExperts(FusedMoEExpertsModular):
         return apply_moe_activation(config.activation, h, config.activation_params)
 
     def second(self, h: Tensor, weights: KernelWeights, expert: int) -> Tensor:
-        """Unweighted results [R, K] of one expert's activated values ``h`` [R, N], all float32."""
+        """Compute the unweighted results of one expert.
+
+        Args:
+            h: [R, N] float32, activated values.
+            weights: Kernel weights.
+            expert: Local expert.
+
+        Returns:
+            [R, K] float32.
+        """
         quant = weights.quant_config
         y = self.product(h, weights.w2, quant.w2, expert)
         if quant.w2_bias is not None:
@@ -151,7 +206,7 @@ class TorchExperts(FusedMoEExpertsModular):
             return
         config = self.config
         if config.batch_invariant and len(hidden_states) > 1:
-            # products of other sizes, and other places in them, are other instructions
+            # Products of other sizes, or at other positions within a product, use different instructions.
             for token in range(len(hidden_states)):
                 one = slice(token, token + 1)
                 self.apply(
@@ -199,7 +254,7 @@ class TorchExperts(FusedMoEExpertsModular):
         in_use = torch.arange(hidden_states.shape[1], device=counts.device) < counts[:, None]
         every = in_use.flatten().nonzero().flatten()
         output.zero_()
-        # as in the standard format
+        # Same dynamic scales as in the standard format.
         for used in torch.split(every, 1 if self.config.batch_invariant else max(len(every), 1)):
             x = hidden_states.flatten(0, 1)[used].float()
             rows = torch.arange(len(used), device=used.device)
@@ -217,16 +272,24 @@ class TorchExperts(FusedMoEExpertsModular):
         adapters: Adapters | None,
         scale: Tensor | None = None,
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Unweighted results, expert by expert: where its pairs are among all, and their [R, K] float32.
+        """Compute unweighted results, expert by expert.
 
-        ``x`` [T, K] float32: every row in use; ``rows`` [P]: the row of ``x`` of each pair, sorted by expert, of whom
-        each has as many pairs as ``counts`` says.  ``scale`` [T, groups]: ``x`` are codes already.
+        Args:
+            x: [T, K] float32, every row in use; codes if ``scale`` is given.
+            rows: [P], the row of ``x`` of each pair, sorted by expert.
+            counts: Number of pairs per expert.
+            weights: Kernel weights.
+            adapters: Adapters of the pairs, or None.
+            scale: [T, groups], if ``x`` is already quantized.
+
+        Yields:
+            Position of an expert's pairs among all pairs, and their results [R, K] float32.
         """
         quant = weights.quant_config
         key = quant.a1.key
         static = key is not None and key.is_static
         groups = expert_slices(counts)
-        # a scale per tensor: quantised before the rows are spread over experts
+        # A per-tensor scale requires quantization before the rows are distributed to experts.
         together = key is not None and not static and key.group_shape.is_per_tensor
         before = together or not (static or quant.w1.pre_scale is not None)
         plain = x
@@ -265,11 +328,11 @@ class TorchExperts(FusedMoEExpertsModular):
 
     @staticmethod
     def _entering(x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
-        """One expert's rows ``x`` [R, cols], times the factors of its inputs where there are any."""
+        """One expert's rows ``x`` [R, cols], multiplied by its input factors, if any."""
         return x if desc.pre_scale is None else x * desc.pre_scale[expert]
 
     def _quantized_rows(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
-        """One expert's rows, where no other rows' values are in their scales."""
+        """Quantize one expert's rows, whose scales do not depend on other rows."""
         if desc.key is None or not desc.key.is_static:
             return self.quantized(x, desc)
         own = of_expert(desc, expert)
@@ -278,13 +341,28 @@ class TorchExperts(FusedMoEExpertsModular):
 
 @dataclass(frozen=True, eq=False)
 class Adapters:
-    """LoRA weights, and the adapter [P] of each pair, sorted by expert."""
+    """LoRA weights, and the adapter of each pair.
+
+    Attributes:
+        weights: The adapters.
+        ids: [P], sorted by expert.
+    """
 
     weights: LoRAWeights
     ids: Tensor
 
     def product(self, name: str, expert: int, x: Tensor, place: slice) -> Tensor:
-        """What adapters add to the product [R, rows] of one expert's rows ``x`` [R, cols] float32."""
+        """Compute what the adapters add to one expert's product.
+
+        Args:
+            name: "w13" or "w2".
+            expert: Local expert.
+            x: [R, cols] float32.
+            place: Position of the rows among all pairs.
+
+        Returns:
+            [R, rows] float32.
+        """
         a: Tensor = getattr(self.weights, f"{name}_a")
         b: Tensor = getattr(self.weights, f"{name}_b")
         wanted = self.ids[place]
@@ -315,18 +393,25 @@ def _dequantized(
 
 
 def _beyond_float32(matrix: Tensor, desc: FusedMoEQuantDesc, expert: int) -> bool:
-    """Whether float codes of one expert times their scales are infinite in its float32 ``matrix``."""
+    """Whether float codes of one expert times their scales overflow its float32 ``matrix``."""
     key, scale = desc.key, desc.scale
     if key is None or scale is None or key.dtype.kind is not NumberKind.FLOAT or not matrix.numel():
         return False
     own = scale[expert].view(torch.uint8) if is_e8m0(scale.dtype) else scale[expert]
-    # the scales first: there are few, and next to never one as large
+    # Check the scales first: there are few, and they are almost never that large.
     largest = scale_values(own.amax(), key) * key.dtype.max_value
     return not bool(largest.isfinite()) and bool(matrix.isinf().any())
 
 
 def expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """(expert, where its pairs are) of every expert that has any, where pairs are sorted by expert."""
+    """List the experts that have pairs, with the position of their pairs.
+
+    Args:
+        counts: Number of pairs per expert; pairs are sorted by expert.
+
+    Returns:
+        (expert, slice) for each.
+    """
     found, start = [], 0
     for expert, count in enumerate(counts):
         if count:
@@ -336,7 +421,15 @@ def expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
 
 
 def of_expert(desc: FusedMoEQuantDesc, expert: int) -> FusedMoEQuantDesc:
-    """Static activations of one expert: its scale and zero point [] of those of all, [E]."""
+    """Select the static activation scale and zero point of one expert.
+
+    Args:
+        desc: Quantization of the activations of all experts, with scales [E].
+        expert: Local expert.
+
+    Returns:
+        The description with scalar scale and zero point.
+    """
     scale, zero_point = desc.scale, desc.zero_point
     return replace(
         desc,

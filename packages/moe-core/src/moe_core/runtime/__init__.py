@@ -1,1 +1,1 @@
-"""One call of a layer: the kernel, its launches, compiling and recording them."""
+"""Runtime: the kernel of a layer, its calls, and compiling and recording their launches."""

@@ -1,13 +1,14 @@
-"""What a layer's calls launch, for all numbers of tokens up to a largest one, without making a call.
+"""Record the kernel launches of a layer's calls for a range of token counts, without a call.
 
-The launches of a call with M tokens follow from the layer and from M.  They are recorded on meta tensors, so that
-nothing runs and no memory is taken.  Which M differ is found, not listed:
+The launches of a call with M tokens follow from the layer and from M. They are recorded on meta tensors, so nothing
+runs and no memory is allocated. The set of M whose launches differ is searched, not listed:
 
-- where :meth:`FusedMoEExperts.launch_choice` changes, a pure function of M that is asked for every one
-- else M decides by thresholds alone (number of programs, one launch or two): two numbers of tokens between which the
-  choice stays, and whose launches are compiled alike, have none that differ between them; others are bisected
-- Triton compiles for integers that are 1, for multiples of 16 and for others; an integer that is some c * M is one of
-  these by the largest power of two up to 16 that divides M, so numbers that differ in it are looked at separately
+- :meth:`FusedMoEExperts.launch_choice`, a pure function of M, is evaluated for every M; launches may differ where it
+  changes.
+- Within a run of equal choices, M matters only through thresholds (grid size, one launch or two). If two token counts
+  with the same choice compile alike, so do all counts between them; otherwise the range is bisected.
+- Triton specializes integers equal to 1, multiples of 16, and others. Which of these an integer c * M is depends on the
+  largest power of two, up to 16, that divides M. Token counts that differ in it are therefore searched separately.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from moe_core.spec.routing import RoutingConfig
 from moe_core.spec.weights import KernelWeights
 from moe_core.spec.workspace import Workspace
 
-#: a number of tokens to what the launches of its call are compiled for
+#: Maps a number of tokens to the specializations that the launches of its call compile.
 Kinds = Callable[[int], frozenset[Hashable]]
 
 
 class Kernel(Protocol):
-    """What is used here of a `moe_core.runtime.kernel.FusedMoEKernel`, which warms itself up and so stands above."""
+    """The part of `moe_core.runtime.kernel.FusedMoEKernel` used here.
+
+    A protocol, because the kernel uses this module for its own warm-up and is a layer above it.
+    """
 
     @property
     def config(self) -> FusedMoEConfig: ...
@@ -56,7 +60,7 @@ class Kernel(Protocol):
 
 
 class Layer(Protocol):
-    """What is used here of a `moe_core.layer.layer.FusedMoELayer`."""
+    """The part of `moe_core.layer.layer.FusedMoELayer` used here."""
 
     @property
     def config(self) -> FusedMoEConfig: ...
@@ -72,22 +76,36 @@ class Layer(Protocol):
 
 
 def records_launches(kernel: Kernel) -> bool:
-    """Whether the calls of ``kernel`` can be recorded."""
+    """Return whether the calls of a kernel can be recorded.
+
+    Args:
+        kernel: Kernel of a layer.
+
+    Returns:
+        True for modular experts that declare so.
+    """
     experts = kernel.experts
     return isinstance(experts, FusedMoEExpertsModular) and experts.launches_only
 
 
 def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[Launch]:
-    """Launches of calls with 1 to ``most`` tokens, one or more of each kind that is compiled by itself.
+    """Record the launches of calls with 1 to ``most`` tokens, at least one per compiled kernel.
 
-    With expert ids of 32 and of 64 bits, and, where the layer has places for them, with and without adapters.
-    ``mapped``: calls bring an expert map; they always do where experts live elsewhere.
+    Covers 32- and 64-bit expert ids and, if the layer has LoRA slots, calls with and without adapters.
+
+    Args:
+        kernel: Kernel of a layer.
+        most: Largest number of tokens of a call on this rank.
+        mapped: Whether calls pass an expert map; they always do if other ranks hold experts.
+
+    Returns:
+        The launches.
     """
     movement = kernel.prepare_finalize
     if movement is not None and kernel.config.max_num_tokens is not None:
         most = min(most, kernel.config.max_num_tokens)
 
-    # on meta tensors tokens arrive as they left, and as many as all ranks bring may arrive
+    # On meta tensors tokens arrive as they were sent; up to the tokens of all ranks may arrive.
     arriving = movement is not None and movement.collective and not movement.empty_rows
     if movement is not None and arriving:
         most = movement.max_tokens(most)
@@ -113,7 +131,15 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
 
 
 def routing_launches(layer: Layer, most: int) -> list[Launch]:
-    """Launches by which ``layer`` routes 1 to ``most`` tokens, from logits in float32 and in its own dtype."""
+    """Record the launches that route 1 to ``most`` tokens.
+
+    Args:
+        layer: Layer with the routing.
+        most: Largest number of tokens.
+
+    Returns:
+        Launches for logits in float32 and in the layer's dtype; empty for custom routing.
+    """
     config, found = layer.config, []
     bias = None if layer.correction_bias is None else _meta(config.num_experts, dtype=layer.correction_bias.dtype)
     routing = layer.routing
@@ -135,7 +161,16 @@ def routing_launches(layer: Layer, most: int) -> list[Launch]:
 
 
 def representatives(most: int, choice: Callable[[int], Hashable], kinds: Kinds) -> list[int]:
-    """Numbers of tokens from 1 to ``most`` whose calls' ``kinds`` are those of all; see the module."""
+    """Choose token counts whose launches cover those of all counts; see the module docstring.
+
+    Args:
+        most: Largest number of tokens.
+        choice: Launch choice for a number of tokens.
+        kinds: Specializations for a number of tokens.
+
+    Returns:
+        Sorted numbers of tokens, from 1 to ``most``.
+    """
     chosen: set[int] = set()
     for _, run in groupby(range(1, most + 1), choice):
         members = list(run)
@@ -143,7 +178,7 @@ def representatives(most: int, choice: Callable[[int], Hashable], kinds: Kinds) 
         for power in (1, 2, 4, 8, 16):
             step = min(2 * power, 16)
             start = first + (power % step - first) % step
-            # one token is like no other: everything that is c * M may be 1
+            # One token is a special case: every c * M may be 1.
             if start == 1:
                 chosen.add(1)
                 start += step
@@ -163,7 +198,16 @@ def _bisected(members: Sequence[int], kinds: Kinds) -> Iterator[int]:
 
 
 def call_launches(kernel: Kernel, tokens: int, *, mapped: bool = False) -> Iterator[Launch]:
-    """Launches of the calls with ``tokens`` tokens that `launches_up_to` describes; nothing runs."""
+    """Record the launches of the calls with one number of tokens; nothing runs.
+
+    Args:
+        kernel: Kernel of a layer.
+        tokens: Number of tokens.
+        mapped: Whether calls pass an expert map.
+
+    Returns:
+        Iterator over the launches, for the variants described in `launches_up_to`.
+    """
     config = kernel.config
     mapped = mapped or config.local_experts < config.num_experts
     for ids in (torch.int32, torch.int64):

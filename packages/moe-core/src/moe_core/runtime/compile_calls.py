@@ -1,4 +1,4 @@
-"""Compile what the calls of layers launch, without making them."""
+"""Compile the kernels that calls of layers launch, without making the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_core.spec.config import whole_number
 
 
 class CalledKernel(Kernel, Protocol):
-    """What can be called too."""
+    """A kernel that can also be called."""
 
     @property
     def is_monolithic(self) -> bool: ...
@@ -34,7 +34,16 @@ class CalledKernel(Kernel, Protocol):
 def compile_calls(
     layers: Iterable[tuple[CalledKernel, Layer | None]], max_tokens: int, *, progress: Progress | None = None
 ) -> int:
-    """:func:`moe_core.warm_up` of kernels, each with its layer if it has one."""
+    """Compile the kernels of layers; implements :func:`moe_core.warm_up`.
+
+    Args:
+        layers: Pairs of a kernel and its layer, or None without one.
+        max_tokens: Largest number of tokens of a call.
+        progress: Callback that gets the number of ready kernels and their total.
+
+    Returns:
+        Number of compiled kernels.
+    """
     whole_number("max_tokens", max_tokens)
     launches: dict[torch.device, list[Launch]] = {}
     done = set()
@@ -72,12 +81,15 @@ def compile_calls(
 
 
 def _compiles(kernel: CalledKernel) -> bool:
-    """Whether calls compile anything: there is a GPU, and Triton does not interpret."""
+    """Whether calls compile anything: requires a GPU, and Triton's interpreter to be off."""
     return kernel.weights.device.type == "cuda" and not interpreting()
 
 
 def _call(kernel: CalledKernel, expert_map: Tensor | None, count: int) -> None:
-    """One call with ``count`` random tokens, which meet all experts; one more with adapters where there are places."""
+    """Call a kernel with ``count`` random tokens that reach all experts.
+
+    If the kernel has LoRA slots, call it once more with adapters.
+    """
     config, device = kernel.config, kernel.weights.device
     generator = torch.Generator().manual_seed(count)
     on_cpu: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}

@@ -1,12 +1,13 @@
-"""Experts change ranks while a layer is in use, in the layout of its kernel; no checkpoint is read again.
+"""Move experts between ranks while a layer is in use, without reading a checkpoint again.
 
-Experts arrive beside the weights (:meth:`ExpertMover.stage`, between ranks) and then take their slots
-(:meth:`ExpertMover.commit`, on this rank alone): until then the old placement is valid, and what fails on the way
-leaves it so.  Slots are overwritten in place, so captured CUDA graphs go on working::
+Experts are transferred in the layout of the layer's kernel. They first arrive in staging buffers next to the weights
+(:meth:`ExpertMover.stage`, communicates between ranks), then take their slots (:meth:`ExpertMover.commit`, local to
+this rank). Until the commit the old placement is valid, and a failure leaves it so. Slots are overwritten in place, so
+captured CUDA graphs remain valid::
 
     mover = ExpertMover(kernel, groups, placement)           # once, on all ranks
     for step in mover.steps(plan.placement, max_staged=2):   # two experts of memory on each rank
-        mover.stage(step)                                    # may run in a thread, on a stream and groups of its own
+        mover.stage(step)                                    # may run in a thread, with a separate stream and groups
         mover.commit()                                       # all ranks, between the same two calls of the layer
 """
 
@@ -34,7 +35,13 @@ from moe_core.spec.weights import KernelWeights, check_writable
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """``arrived``: the bytes of each tensor's part, by slot; ``ready``: when they are there, on a GPU."""
+    """Experts that have arrived for a placement but have not been committed.
+
+    Attributes:
+        placement: Placement that they belong to.
+        arrived: Bytes of each tensor's slice, by slot.
+        ready: Event after which they are complete, on a GPU.
+    """
 
     placement: ExpertPlacement
     arrived: Mapping[int, Mapping[str, Tensor]]
@@ -42,17 +49,23 @@ class _Staged:
 
 
 class ExpertMover:
-    """Moves the experts of one layer among its expert-parallel ranks.
+    """Moves the experts of one layer between its expert-parallel ranks.
 
-    - ``kernel`` of the layer, which owns its weights: they are overwritten
-    - ``groups``: the layer's, or others of the same ranks, so that weights travel beside the layer's own calls
-    - ``placement`` in use; where the kernel's prepare/finalize knows it (``maps_experts``), it must be this one there,
-      and follows
-    - ``expert_map`` [E] int32 of the layer's calls, where prepare/finalize does not know it: overwritten, too
+    Every rank creates one at the same time.
 
-    Every rank makes one at the same time.  Raises ConfigError, with the ranks, where their kernels lay experts out in
-    other ways or differ in what holds for all experts together, such as a scale that they share; TensorError for
-    weights that cannot be overwritten.
+    Args:
+        kernel: Kernel of the layer. It must own its weights, which are overwritten.
+        groups: Groups of the layer, or others with the same ranks, so that weights travel alongside the layer's own
+            calls.
+        placement: Placement in use. If the kernel's prepare/finalize has one (``maps_experts``), it must be equal, and
+            is updated by commits.
+        expert_map: Expert map of the layer's calls, int32 ``[E]``, which is overwritten too. Required if
+            prepare/finalize has no placement.
+
+    Raises:
+        ConfigError: The kernels of some ranks (listed) use different expert layouts, or differ in tensors that all
+            experts share, such as a common scale; or the arguments do not fit.
+        TensorError: The weights cannot be overwritten.
     """
 
     def __init__(
@@ -89,36 +102,47 @@ class ExpertMover:
 
     @property
     def _mapped(self) -> bool:
-        """Whether the kernel's prepare/finalize knows where experts are."""
+        """Whether the kernel's prepare/finalize has the placement of experts."""
         return self._movement is not None and self._movement.maps_experts
 
     @property
     def placement(self) -> ExpertPlacement:
-        """That in use: of the last commit."""
+        """The placement in use: that of the last commit."""
         return self._placement
 
     @property
     def expert_nbytes(self) -> int:
-        """Bytes of one expert on this rank: what each staged one takes beside the weights."""
+        """Bytes of one expert on this rank: the size of a staging buffer."""
         return sum(tensor[0].numel() * tensor.element_size() for tensor in self._own.values())
 
     def steps(self, new: ExpertPlacement, *, max_staged: int | None = 1) -> tuple[ExpertPlacement, ...]:
-        """Placements to stage and commit one after the other, see
-        :func:`~moe_core.parallel.placement.moves.placement_steps`.
+        """Split a change of placement into steps to stage and commit one after another.
 
-        ``max_staged``: experts that a rank has room for beside its weights; None: for all, so that there is one step.
+        See :func:`~moe_core.parallel.placement.moves.placement_steps`.
+
+        Args:
+            new: Placement to reach.
+            max_staged: Number of experts that a rank can stage at a time. None for no limit, which gives one step.
+
+        Returns:
+            Placements of the steps; the last has the experts of ``new`` on each rank.
         """
         check_placement(new)
         return placement_steps(self._placement, new, max_staged)
 
     @torch.no_grad()
     def stage(self, new: ExpertPlacement) -> None:
-        """Bring the experts that ``new`` has elsewhere than now to their ranks, beside the weights.
+        """Transfer the experts that change ranks into staging buffers next to the weights.
 
-        Every rank calls it at the same time; the layer may be in use.  It ends when all ranks have theirs.
-        Raises ConfigError for a placement that does not fit, or is another one elsewhere; CommunicationError where a
-        rank could not take part or does not answer within the time-out of the groups: nothing is staged then, the
-        weights are as they were.
+        Every rank calls it at the same time; the layer may be in use. It returns when all ranks have received their
+        experts. After an error nothing is staged and the weights are unchanged.
+
+        Args:
+            new: Placement to stage.
+
+        Raises:
+            ConfigError: The placement does not fit, or ranks passed different placements.
+            CommunicationError: A rank could not participate, or did not answer within the timeout of the groups.
         """
         self._staged = None
         check_placement(new)
@@ -126,7 +150,7 @@ class ExpertMover:
         moves = list(_moves(self._placement, new))
         arrived: dict[int, dict[str, Tensor]] = {}
         failed: Exception | None = None
-        if self._written is not None:  # what is sent may have arrived by the last commit, on another stream
+        if self._written is not None:  # data to send may come from the last commit, on another stream
             self._written.wait()
         try:
             for _, local, _, _ in (move for move in moves if move[0] == self._rank):
@@ -134,7 +158,7 @@ class ExpertMover:
                     name: torch.empty(tensor[0].numel() * tensor.element_size(), dtype=torch.uint8, device=self._device)
                     for name, tensor in self._own.items()
                 }
-        except RuntimeError as error:  # no memory, as a rule: the others must not wait for this rank
+        except RuntimeError as error:  # usually out of memory; the others must not wait for this rank
             failed = error
         self._all_are(failed, "has no room for the experts that come", zlib.crc32(str(new.ranks).encode()))
         try:
@@ -151,10 +175,13 @@ class ExpertMover:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Let the staged experts take their slots, and calls from here on find them; on a GPU in the current stream.
+        """Copy the staged experts into their slots, and make later calls use them.
 
-        Nothing crosses ranks.  All ranks commit between the same two calls of the layer.
-        Raises ConfigError where nothing is staged.
+        On a GPU the copies run on the current stream. There is no communication. All ranks must commit between the same
+        two calls of the layer.
+
+        Raises:
+            ConfigError: Nothing is staged.
         """
         staged = self._staged
         if staged is None:
@@ -177,19 +204,19 @@ class ExpertMover:
         self._staged = None
 
     def discard(self) -> None:
-        """Forget what is staged; the placement stays."""
+        """Drop what is staged; the placement is unchanged."""
         self._staged = None
 
     def _exchange(
         self, moves: list[tuple[int, int, int, tuple[int, int]]], arrived: Mapping[int, Mapping[str, Tensor]]
     ) -> None:
-        """Send and receive every expert's parts; both sides of a pair of ranks name them in the same order."""
+        """Send and receive all tensors of the experts; both ranks of a pair use the same order."""
         members, group = self._ranks.members, self._ranks.group
         calls: list[Any] = []
         for rank, local, _, (source, place) in moves:
             for name, tensor in self._own.items():
                 if source == self._rank:
-                    # a copy only where the part is not one piece of memory
+                    # Copies only if the slice is not contiguous.
                     part = tensor[place].reshape(-1).view(torch.uint8)
                     if rank == self._rank:
                         arrived[local][name].copy_(part)
@@ -202,9 +229,12 @@ class ExpertMover:
                 work.wait()
 
     def _all_are(self, failed: Exception | None, what: str, stamp: int = 0) -> None:
-        """CommunicationError that names the ranks which failed; a rank's own error stands behind its own.
+        """Raise CommunicationError that lists the failed ranks; the local error is its cause.
 
-        ``stamp``: of what all ranks are asked for; ConfigError where they differ.
+        Args:
+            failed: Error of this rank, if any.
+            what: Description of the failure, for the message.
+            stamp: Checksum of the request; ConfigError if ranks differ in it.
         """
         clause = "ranks agree about the experts that are moved"
         told = torch.zeros(2 * self._size, dtype=torch.int64, device=self._ranks.device)
@@ -253,7 +283,7 @@ class ExpertMover:
             )
 
     def _agree(self, weights: KernelWeights) -> None:
-        """ConfigError unless all ranks have the same tensors per expert, and equal ones of all experts together."""
+        """Raise ConfigError unless ranks agree on per-expert tensors, and on values of shared ones."""
         facts = {"the placement of experts": str(self._placement), "the tensors of kernels": ""}
         for name, tensor in weights.tensors():
             facts["the tensors of kernels"] += f"{name} "
@@ -263,9 +293,19 @@ class ExpertMover:
 
 
 def per_expert(weights: KernelWeights, held: int) -> dict[str, Tensor]:
-    """The tensors of ``weights`` that have a part for each of ``held`` experts, each memory once.
+    """Return the tensors that have a slice per local expert; each memory is listed once.
 
-    The others hold for all experts together.  Raises TensorError for one that cannot be overwritten.
+    All other tensors are shared by the experts.
+
+    Args:
+        weights: Weights of a layer.
+        held: Number of local experts.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        TensorError: A tensor cannot be overwritten.
     """
     found: dict[str, Tensor] = {}
     seen: set[tuple[object, ...]] = set()
@@ -283,7 +323,10 @@ def per_expert(weights: KernelWeights, held: int) -> dict[str, Tensor]:
 
 
 def _moves(old: ExpertPlacement, new: ExpertPlacement) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-    """(rank, local index, expert, (rank, local index) of the replica that gives it), for each slot that changes."""
+    """Yield (rank, slot, expert, source) for each slot that changes.
+
+    The source is the (rank, slot) of the replica that provides the expert.
+    """
     asked: dict[int, int] = {}
     for rank, (held, wanted) in enumerate(zip(old.ranks, new.ranks, strict=True)):
         for local, (before, expert) in enumerate(zip(held, wanted, strict=True)):
@@ -293,7 +336,7 @@ def _moves(old: ExpertPlacement, new: ExpertPlacement) -> Iterator[tuple[int, in
             if here is not None:
                 yield rank, local, expert, (rank, here)
                 continue
-            # replicas take turns
+            # Replicas provide an expert in turn, to balance the transfers.
             replicas = old.replicas[expert]
             yield rank, local, expert, replicas[asked.get(expert, 0) % len(replicas)]
             asked[expert] = asked.get(expert, 0) + 1

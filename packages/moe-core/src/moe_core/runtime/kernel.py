@@ -1,9 +1,8 @@
-"""The modular kernel: prepare + experts + finalize as one call.
+"""The modular kernel: prepare, experts and finalize as one call.
 
-``apply`` checks its arguments, runs the three parts on the current stream and returns.  Under
-``torch.compile`` the call becomes one opaque operator that only writes its output, so
-that a model compiles with ``fullgraph=True``; eager calls bypass the operator, whose dispatch
-would cost more than a small layer's launches.
+``apply`` checks its arguments, runs the three parts on the current stream and returns. Under ``torch.compile`` the call
+becomes one opaque operator that only writes its output, so a model compiles with ``fullgraph=True``. Eager calls bypass
+the operator, because its dispatch would cost more than the launches of a small layer.
 """
 
 from __future__ import annotations
@@ -50,13 +49,22 @@ from moe_core.spec.workspace import Workspace, WorkspaceSpec, workspace_nbytes
 
 
 class FusedMoEKernel:
-    """A layer that can run: experts, their weights, and the prepare/finalize by which tokens reach them.
+    """A runnable layer: experts, their weights, and the prepare/finalize that moves tokens.
 
-    - modular experts: :meth:`apply` with ``topk_weights`` and ``topk_ids``
-    - monolithic experts: :meth:`apply_monolithic` with ``router_logits``
+    Call :meth:`apply` with ``topk_weights`` and ``topk_ids`` for modular experts, and :meth:`apply_monolithic` with
+    ``router_logits`` for monolithic experts.
 
-    ``workspace`` may be shared between layers that run one after another.  ``lora``: places for adapters, where the
-    config is enabled for them; :attr:`lora` may be set later too.
+    Args:
+        experts: Experts of the selected backend.
+        weights: Converted weights in the backend's layout.
+        prepare_finalize: Dispatches tokens to the experts and combines the results. Modular experts require it.
+            Monolithic experts accept only one that sums what ranks computed.
+        workspace: Workspace of the calls; layers that run one after another may share it.
+        lora: Slots for adapters, if the config enables them; :attr:`lora` may also be set later.
+
+    Raises:
+        ConfigError: The parts do not fit together.
+        TensorError: The workspace is on another device than the weights.
     """
 
     def __init__(
@@ -111,14 +119,16 @@ class FusedMoEKernel:
 
     @property
     def config(self) -> FusedMoEConfig:
+        """The config of the layer on this rank."""
         return self.experts.config
 
     @property
     def weights(self) -> KernelWeights:
         """The weights in the layout of the experts' backend.
 
-        Setting others lets go of the old ones, and of what earlier calls have made of them, at once.  CUDA graphs that
-        were captured go on reading the old ones' memory: :meth:`KernelWeights.copy_` overwrites these in place.
+        Assigning other weights releases the old ones at once, along with everything that earlier calls derived from
+        them. CUDA graphs that were captured keep reading the memory of the old weights; to overwrite these in place,
+        use :meth:`KernelWeights.copy_`.
         """
         return self._weights
 
@@ -133,7 +143,7 @@ class FusedMoEKernel:
 
     @property
     def lora(self) -> LoRAWeights | None:
-        """The adapters of the layer; what is set must fit its config and device."""
+        """The LoRA adapters of the layer; an assigned value must fit its config and device."""
         return self._lora
 
     @lora.setter
@@ -145,9 +155,10 @@ class FusedMoEKernel:
 
     @property
     def workspace(self) -> Workspace | None:
-        """Scratch memory of the calls, on the device of the weights; None: taken from torch's allocator by each.
+        """Workspace of the calls, on the weights' device; None if each call allocates with torch.
 
-        One that CUDA graphs were captured with is kept when it is replaced: replays go on using its memory.
+        A workspace that CUDA graphs were captured with is kept alive after it is replaced, because replays use its
+        memory.
         """
         return self._workspace
 
@@ -165,20 +176,28 @@ class FusedMoEKernel:
 
     @property
     def is_monolithic(self) -> bool:
+        """Whether the experts compute the routing themselves."""
         return self.experts.is_monolithic
 
     @property
     def shares_out(self) -> bool:
-        """Whether ranks that have the same tokens each get the output of a part of them."""
+        """Whether ranks with the same tokens each get the output of only a part of them."""
         return self.prepare_finalize is not None and not self.prepare_finalize.sums_in_place
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
-        """Scratch tensors for calls with at most ``num_tokens`` tokens."""
+        """Return the scratch tensors of calls with at most ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: Largest number of tokens of a call on this rank.
+
+        Returns:
+            Specs of the tensors.
+        """
         seen = num_tokens if self.prepare_finalize is None else self.prepare_finalize.max_tokens(num_tokens)
         return self.experts.workspaces(seen)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy is another kernel: it must not be found under the number of this one
+        # A copy is a separate kernel and must not be found under this kernel's handle.
         kept = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_ONE}
         return kept | {_VERSIONS: versions_of(self.experts)}
 
@@ -202,13 +221,30 @@ class FusedMoEKernel:
         self._replay = Replay(self._weights)
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
-        """Compile what calls with up to ``max_tokens`` tokens need: :func:`moe_core.warm_up` of this layer alone."""
+        """Compile the kernels for calls with up to ``max_tokens`` tokens.
+
+        This is :func:`moe_core.warm_up` of this layer alone.
+
+        Args:
+            max_tokens: Largest number of tokens of a call.
+            progress: Callback that gets the number of ready kernels and their total.
+
+        Returns:
+            Number of compiled kernels.
+        """
         from moe_core.runtime.compile_calls import compile_calls
 
         return compile_calls([(self, None)], max_tokens, progress=progress)
 
     def workspace_nbytes(self, num_tokens: int) -> int:
-        """Bytes of a workspace buffer for at most ``num_tokens`` tokens."""
+        """Return the size of a workspace for calls with at most ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: Largest number of tokens of a call on this rank.
+
+        Returns:
+            Size in bytes.
+        """
         return workspace_nbytes(self.workspaces(num_tokens))
 
     def apply(
@@ -222,29 +258,40 @@ class FusedMoEKernel:
         output: Tensor | None = None,
         tokens_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
-        """The routed experts' weighted sum.
+        """Compute the weighted sum of the routed experts.
 
-        - ``hidden_states`` [M, K] of the config's dtype; columns contiguous, any row stride
-        - ``topk_weights`` [M, k] float32 (16 bits become float32), ``topk_ids`` [M, k] int32 or int64 (global ids)
-        - ``expert_map`` [E] int32; needed where this rank holds only some experts, and prepare does not know which
-        - ``adapter_ids`` [M] int32: each token's adapter in :attr:`lora`; negative, or too large: none; not given: none
-          has any, whatever other ranks give
-        - ``output`` [M, K]: written and returned; allocated if not given; in memory of its own ([M', K] where ranks
-          share the rows out: :meth:`~moe_core.FusedMoEPrepareAndFinalizeModular.output_tokens`)
-        - ``tokens_per_rank``: how many tokens each of the ``dp_size`` ranks brings, where the caller knows; otherwise
-          classes that need it ask, and the host waits.  A caller that brings tokens to the ranks of their experts by
-          itself says with it from how many the call's were chosen: kernels for as many rows are taken
-
-        Where tokens cross ranks, all ranks call together, also those without tokens.
+        If tokens cross ranks, all ranks must call together, including ranks without tokens.
 
         For inference only: there are no gradients, and ``torch.autocast`` has no effect.
 
-        Raises TensorError for arguments of the wrong shape, dtype or device, and for those that require grad outside
-        ``torch.no_grad()``; ConfigError on monolithic experts; CommunicationError where another rank is not there.
-        Ids out of range (negative, or E and more) select no expert, and a router weight that is NaN makes its token's
-        result NaN: checking values would synchronise with the device.  With ``MOE_CHECK=1`` in the environment when
-        the layer is made, calls do so: TensorError for an id other than -1 to E - 1, a weight that is NaN, and
-        ``tokens_per_rank`` that are not what ranks bring.
+        Ids out of range (negative, or at least E) select no expert, and a NaN router weight makes the result of its
+        token NaN: checking values would synchronize with the device. If ``MOE_CHECK=1`` was set in the environment when
+        the layer was built, calls do check. They raise TensorError for an id outside -1 to E - 1, a NaN weight, and
+        ``tokens_per_rank`` that does not match what the ranks bring.
+
+        Args:
+            hidden_states: ``[M, K]`` in the config's dtype; columns contiguous, any row stride.
+            topk_weights: float32 ``[M, k]``; 16-bit weights are converted to float32.
+            topk_ids: int32 or int64 ``[M, k]``, global ids.
+            expert_map: int32 ``[E]``. Required if this rank holds only some experts and prepare does not know which.
+            adapter_ids: Adapter of each token in :attr:`lora`, int32 ``[M]``; an id out of range selects no adapter. If
+                omitted, no token uses one, whatever other ranks pass.
+            output: ``[M, K]``, written and returned; allocated if omitted. It must not overlap other arguments. If
+                ranks split the output rows it is ``[M', K]``
+                (:meth:`~moe_core.FusedMoEPrepareAndFinalizeModular.output_tokens`).
+            tokens_per_rank: Number of tokens that each of the ``dp_size`` ranks brings, if the caller knows it.
+                Otherwise classes that need it exchange it, and the host waits. A caller that dispatches tokens itself
+                passes the counts that this call's tokens were selected from; kernels are then chosen for that number of
+                rows.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            TensorError: Arguments of the wrong shape, dtype or device, or that require grad outside
+                ``torch.no_grad()``.
+            ConfigError: The experts are monolithic.
+            CommunicationError: Another rank is missing.
         """
         parts = self._modular_parts()
         if torch.compiler.is_compiling() or is_fake(hidden_states):
@@ -272,10 +319,26 @@ class FusedMoEKernel:
         output: Tensor | None = None,
         tokens_per_rank: Sequence[int] | None = None,
     ) -> KernelCall:
-        """Begin :meth:`apply`, whose arguments these are: tokens leave for the ranks of their experts.
+        """Begin an :meth:`apply` in steps: dispatch tokens to the ranks of their experts.
 
-        What is called before the steps of the :class:`~moe_core.runtime.kernel_call.KernelCall` runs while tokens
-        travel: shared experts, the next micro-batch's ``start``.  Not under ``torch.compile``.
+        Work launched before the steps of the :class:`~moe_core.runtime.kernel_call.KernelCall` overlaps with the
+        dispatch: shared experts, or ``start`` of the next micro-batch. Not supported under ``torch.compile``.
+
+        Args:
+            hidden_states: As in :meth:`apply`.
+            topk_weights: As in :meth:`apply`.
+            topk_ids: As in :meth:`apply`.
+            expert_map: As in :meth:`apply`.
+            adapter_ids: As in :meth:`apply`.
+            output: As in :meth:`apply`.
+            tokens_per_rank: As in :meth:`apply`.
+
+        Returns:
+            The call in flight.
+
+        Raises:
+            TensorError: As in :meth:`apply`, and for tensors of FakeTensorMode.
+            ConfigError: The experts are monolithic.
         """
         _, movement = self._modular_parts()
         if is_fake(hidden_states):
@@ -303,7 +366,7 @@ class FusedMoEKernel:
         routing: TokenRouting,
         replay: Replay | None = None,
     ) -> KernelCall:
-        """A call whose arguments were checked; see :class:`KernelCall`."""
+        """Begin a call whose arguments have been checked; see :class:`KernelCall`."""
         experts, movement = self._modular_parts()
         return KernelCall(
             experts,
@@ -320,9 +383,9 @@ class FusedMoEKernel:
         )
 
     def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
-        """The records of calls as they are now."""
+        """The recorded launches of calls with the current weights, experts and prepare/finalize."""
         if not self._replay.fits(self._weights, experts, movement):
-            # of a call whose tokens cross ranks only the experts' own launches are recorded here
+            # For a call whose tokens cross ranks, only the experts' own launches are recorded here.
             shares = movement.collective or movement.stateless
             self._replay = Replay(
                 self._weights,
@@ -334,7 +397,7 @@ class FusedMoEKernel:
         return self._replay
 
     def _replay_of_steps(self, output: Tensor) -> Replay | None:
-        """By which the experts' launches are made in a call that runs in steps, where they can be replayed."""
+        """Recorded launches of the experts for a call in steps; None if they cannot be replayed."""
         experts, movement = self._modular_parts()
         if output.is_cuda and movement.collective and experts.launches_only:
             return self._replay_of(experts, movement)
@@ -349,7 +412,7 @@ class FusedMoEKernel:
         adapter_ids: Tensor | None,
         output: Tensor | None,
     ) -> Tensor:
-        """Where the result of a call of modular experts goes, whose arguments fit the layer."""
+        """Check the arguments of a call of modular experts; return the output tensor."""
         self._refuse_gradients(hidden_states, topk_weights, output)
         output = self._checked(hidden_states, output)
         mapped = self.prepare_finalize is not None and self.prepare_finalize.maps_experts
@@ -374,9 +437,21 @@ class FusedMoEKernel:
         expert_map: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """As :meth:`apply`, for experts that route: ``router_logits`` [M, E], ``correction_bias`` [E].
+        """Compute the weighted sum of the routed experts; the experts compute the routing.
 
-        Both are float32, bfloat16 or float16.
+        Args:
+            hidden_states: As in :meth:`apply`.
+            router_logits: ``[M, E]`` in float32, bfloat16 or float16.
+            correction_bias: ``[E]`` in float32, bfloat16 or float16.
+            expert_map: As in :meth:`apply`.
+            output: As in :meth:`apply`.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            TensorError: As in :meth:`apply`.
+            ConfigError: The experts are modular.
         """
         if not isinstance(self.experts, FusedMoEExpertsMonolithic):
             raise ConfigError(f"{type(self.experts).__name__} does not route: call apply(x, topk_weights=, topk_ids=)")
@@ -403,7 +478,7 @@ class FusedMoEKernel:
         return output
 
     def _checked(self, hidden_states: Tensor, output: Tensor | None) -> Tensor:
-        """Where the result goes, beside hidden states that fit the layer."""
+        """Check the hidden states and the output; return the output tensor."""
         check_hidden_states(hidden_states, self.experts.config, self._weights.device)
         if output is None:
             return self._new_output(hidden_states)
@@ -421,7 +496,7 @@ class FusedMoEKernel:
         return hidden_states.new_empty(self._output_rows(hidden_states), hidden_states.shape[1])
 
     def _scratch(self) -> Workspace:
-        """The layer's workspace, or one of this call's own."""
+        """The layer's workspace, or a separate one for this call."""
         return self.workspace if self.workspace is not None else Workspace(self._weights.device)
 
     def _modular_parts(self) -> tuple[FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular]:
@@ -445,9 +520,10 @@ class FusedMoEKernel:
         if tokens_per_rank is not None:
             check_counts(tokens_per_rank)
         if hidden_states.shape[0] == 0 and not movement.collective:
-            movement.sum_ranks_async(output, output).wait()  # other ranks may have tokens, which is an error
+            # Take part in the sum, which detects the error that other ranks have tokens.
+            movement.sum_ranks_async(output, output).wait()
             return
-        # here and not among the launches: a recorded call has no work of torch's in it
+        # Convert here, outside the recorded call: recordings contain no torch operations.
         topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
         expert_map = None if expert_map is None else expert_map.contiguous()
         adapter_ids = None if adapter_ids is None else adapter_ids.contiguous()
@@ -457,7 +533,7 @@ class FusedMoEKernel:
             routing = TokenRouting(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
             self._begin(workspace, partial, partial, hidden_states, routing, replay).finish_tokens()
 
-        # records do not know of how many tokens the caller has chosen these
+        # Recordings are not keyed by the number of tokens that the caller selected these from.
         chosen = tokens_per_rank is not None and sum(tokens_per_rank) != len(hidden_states)
         recorded = adapter_ids is None and not chosen
         if recorded and output.is_cuda and experts.launches_only and movement.launches_only:
@@ -468,9 +544,15 @@ class FusedMoEKernel:
         movement.sum_ranks_async(output, partial).wait()
 
     def run_parts(self, workspace: Workspace, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
-        """Prepare, modular experts, finalize: :meth:`apply` behind its checks, on any device, meta too.
+        """Run prepare, modular experts and finalize without the checks of :meth:`apply`.
 
-        ``output`` [M, K].  What ranks with the same tokens computed is not added up.
+        Works on any device, including meta. The results of ranks with the same tokens are not summed.
+
+        Args:
+            workspace: Workspace to use.
+            output: ``[M, K]``, written.
+            hidden_states: ``[M, K]``.
+            routing: Routing of the tokens.
         """
         self._begin(workspace, output, output, hidden_states, routing).finish_tokens()
 
@@ -504,14 +586,21 @@ class FusedMoEKernel:
             movement.sum_ranks_async(output, partial).wait()
 
 
-#: in the state of a pickled kernel
+#: Key in the state of a pickled kernel.
 _VERSIONS = "versions"
-#: what no copy has
+#: Attributes that copies do not inherit.
 _OF_THIS_ONE = frozenset({"_handle", "_replay", "_captured_workspaces"})
 
 
 def versions_of(experts: FusedMoEExperts) -> dict[str, str | None]:
-    """Versions of the packages that say how the weights of ``experts`` lie."""
+    """Return the versions of the packages that define the weight layout of some experts.
+
+    Args:
+        experts: Experts of a layer.
+
+    Returns:
+        Version by package; None if the package states none.
+    """
     packages = ("moe_core", type(experts).__module__.partition(".")[0])
     return {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
 
@@ -520,8 +609,8 @@ def _named(versions: dict[str, str | None] | None) -> str:
     return "an unknown version" if versions is None else ", ".join(f"{name} {one}" for name, one in versions.items())
 
 
-# An operator takes tensors and numbers only, so a kernel is named by a number.  Weak values: a number must
-# not keep a layer's weights alive.
+# Operators accept only tensors and numbers, so a handle identifies a kernel. Weak values, so that a handle does not
+# keep a layer's weights alive.
 _HANDLES = itertools.count(1)
 _KERNELS: weakref.WeakValueDictionary[int, FusedMoEKernel] = weakref.WeakValueDictionary()
 
@@ -534,8 +623,8 @@ def _kernel(handle: int) -> FusedMoEKernel:
 
 
 def _refuse_export() -> None:
-    """ConfigError under ``torch.export``: in another process the number may be that of any layer."""
-    # what `is_exporting` returns: in torch 2.11 torch.compile takes a call of that for True
+    """Raise ConfigError under ``torch.export``: in another process a handle may be any layer."""
+    # The flag that `is_exporting` returns: in torch 2.11 torch.compile evaluates a call of that function to True.
     if getattr(torch.compiler, "_is_exporting_flag", False):
         raise ConfigError(
             "torch.export can't hold the experts: the graph names their kernel by a number of this process, and they "

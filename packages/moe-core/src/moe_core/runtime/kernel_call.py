@@ -1,12 +1,12 @@
-"""One call of a modular kernel in its steps, between which other work may run.
+"""One call of a modular kernel in steps, between which other work can run.
 
 ::
 
-    call = kernel.start(x, topk_weights=weights, topk_ids=ids)  # tokens leave for the ranks of their experts
-    shared = shared_experts(x)                                  # runs while they travel
-    call.run_experts()                                          # waits for tokens; results leave
-    other = next_kernel_call()                                  # runs while these travel
-    output = call.result()                                      # waits for results
+    call = kernel.start(x, topk_weights=weights, topk_ids=ids)  # dispatch to the ranks of the experts begins
+    shared = shared_experts(x)                                  # overlaps with the dispatch
+    call.run_experts()                                          # waits for tokens; combine begins
+    other = next_kernel_call()                                  # overlaps with the combine
+    output = call.result()                                      # waits for the results
 """
 
 from __future__ import annotations
@@ -35,15 +35,26 @@ from moe_core.spec.workspace import Workspace
 
 
 class KernelCall:
-    """A call that has begun: its tokens are on their way.
+    """A call in flight; its tokens are being dispatched.
 
-    Steps run in order, each once, on the stream that is current then; what is left of them :meth:`result` does.  Calls
-    of one kernel, or of kernels that share a workspace, may be under way at the same time on one stream.  All ranks
-    make the same steps of the same calls in the same order.  The call's tensors stay as they are until it has ended.
-    Until then no CUDA graph is replayed in which the same groups exchange tokens: it may have the call's memory.
+    Steps run in order, each once, on the stream that is current at that time; :meth:`result` performs the remaining
+    ones. Calls of one kernel, or of kernels that share a workspace, may be in flight at the same time on one stream.
+    All ranks must perform the same steps of the same calls in the same order. The call's tensors must not be modified
+    until it has ended. Until then, do not replay a CUDA graph in which the same groups exchange tokens: it may use the
+    memory of the call.
 
-    ``workspace``: the layer's, or None for one of this call's own; ``replay``: by which the experts' launches are made,
-    where prepare and finalize are not among what is replayed.
+    Args:
+        experts: Experts of the kernel.
+        movement: Prepare/finalize of the kernel.
+        weights: Weights in the backend's layout.
+        reduce: Weighting and reduction over top-k.
+        workspace: Workspace of the layer, or None for a separate one of this call.
+        output: Result of the call.
+        partial: Result before the sum over ranks with the same tokens; may be ``output``.
+        hidden_states: ``[M, K]``.
+        routing: Routing of the tokens.
+        lora: LoRA adapters of the layer.
+        replay: Recorded launches of the experts, used if prepare and finalize are not part of the replay.
     """
 
     def __init__(
@@ -66,7 +77,7 @@ class KernelCall:
         self._finalized: Pending[None] | None = None
         self._ended = False
         claims = experts.claims
-        # what crosses ranks is quantised first where the experts can do with that: fewer bytes
+        # Quantize before dispatch if the experts accept it: fewer bytes cross ranks.
         before = movement.collective and movement.claims.quantizes and experts.takes_quantized
         quantize_as = experts.activation_key if before or not claims.expects_unquantized_inputs else None
         static_scale = weights.quant_config.a1_scale if quantize_as is not None else None
@@ -75,12 +86,12 @@ class KernelCall:
                 hidden_states,
                 routing,
                 quantize_as,
-                # before tokens have met their experts there can be one scale only: the largest holds every value
+                # Before dispatch only one scale is possible: the largest covers every value.
                 None if static_scale is None else static_scale.amax().reshape(1),
             )
 
     def run_experts(self) -> None:
-        """Wait for the tokens, compute, and begin to bring the results back."""
+        """Wait for the tokens, run the experts, and begin to combine the results."""
         if self._finalized is not None:
             return
         experts, movement, output = self._experts, self._movement, self._partial
@@ -94,7 +105,7 @@ class KernelCall:
                 shape: tuple[int, ...] = (*prepared.hidden_states.shape[:2], experts.config.hidden_size)
             else:
                 shape = output_shape(experts, tokens)
-            # experts that reduce write the caller's output directly where their tokens are the caller's
+            # Experts that reduce can write the output directly if their tokens are the caller's.
             direct = experts.claims.reduces and not movement.collective and shape == tuple(output.shape)
             expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
 
@@ -123,7 +134,7 @@ class KernelCall:
             self._finalized = movement.finalize_async(output, expert_output, prepared, self._routing, self._reduce)
 
     def result(self) -> Tensor:
-        """Wait for the results; the output of the call."""
+        """Wait for the results and return the output of the call."""
         if not self._ended:
             self.finish_tokens()
             with autocast_off(self._output.device.type):
@@ -132,7 +143,7 @@ class KernelCall:
         return self._output
 
     def finish_tokens(self) -> None:
-        """All of the call but the sum over ranks that have the same tokens."""
+        """Finish the call, except for the sum over ranks with the same tokens."""
         self.run_experts()
         if self._finalized is not None:
             with autocast_off(self._output.device.type):
@@ -140,10 +151,16 @@ class KernelCall:
 
 
 def overlapped(starts: Iterable[Callable[[], KernelCall]]) -> list[Tensor]:
-    """The results of several calls (micro-batches), of which each computes while the tokens of its neighbours travel.
+    """Run several calls (micro-batches) so that each computes while its neighbors communicate.
 
-    Each of ``starts`` begins a call: ``partial(kernel.start, x, topk_weights=…, topk_ids=…)``.  The order of work is:
-    the first starts; then, for each, the next one starts before its own experts run; at the end results are waited for.
+    The first call starts. Then each next call starts before the experts of the previous one run. The results are waited
+    for at the end.
+
+    Args:
+        starts: Functions that begin a call each: ``partial(kernel.start, x, topk_weights=…, topk_ids=…)``.
+
+    Returns:
+        Outputs of the calls, in order.
     """
     calls: list[KernelCall] = []
     for start in starts:

@@ -1,1 +1,1 @@
-"""Selection: which backend runs a layer and why; the registry of schemes and formats that are installed."""
+"""Selection: which backend runs a layer and why; the registry of installed plug-ins."""

@@ -1,4 +1,4 @@
-"""What else a caller could ask for where no GPU kernel fits: the same request with one thing changed, or two."""
+"""Suggest changed requests that a GPU kernel can run, where none runs the original one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from moe_core.spec.quant_key import QuantKey
 
 @dataclass(frozen=True)
 class Request:
-    """All that a selection depends on, beside the table."""
+    """Inputs of a selection, other than the table of backends.
+
+    Attributes:
+        config: Config of the layer.
+        weight_key: Quantization of weights; None for 16 bits.
+        activation_key: Quantization of activations; None for 16 bits.
+        device: Device to select for.
+        environment: Installed packages.
+    """
 
     config: FusedMoEConfig
     weight_key: QuantKey | None
@@ -27,12 +35,12 @@ class Request:
     environment: Environment
 
 
-#: a changed request, and how to ask for it: an alternative whose backend is not known yet
+#: An alternative whose backend is not known yet, and the changed request.
 _Change = tuple[Alternative, Request]
 
 
 class _Everything(Environment):
-    """An installation that lacks nothing."""
+    """An environment in which every requirement is installed."""
 
     def version(self, requirement: Requirement) -> str | None:
         return ""
@@ -41,18 +49,26 @@ class _Everything(Environment):
 def alternatives(
     request: Request, candidates: Iterable[Candidate], examine: Callable[[Request], Iterable[Candidate]]
 ) -> tuple[Alternative, ...]:
-    """Changes of ``request`` under which a GPU kernel fits, by ``examine``: of one thing, else of two.
+    """Return changes of a request under which a GPU kernel fits.
 
-    ``candidates``: those of the request as it is.
+    Single changes are tried first. Pairs of changes are tried only if no single change helps.
+
+    Args:
+        request: The original request.
+        candidates: Candidates for the original request.
+        examine: Function that returns the candidates for a request.
+
+    Returns:
+        The changes, each with the backend that then fits.
     """
     activations = _activations(request, candidates)
 
     def first(changes: Iterable[_Change]) -> list[Alternative]:
-        """The first change that helps."""
+        """The first change that helps, in a list; an empty list if none does."""
         for change, changed in changes:
             try:
                 found = next((c for c in examine(changed) if c.fits and c.is_kernel), None)
-            except ConfigError:  # a request that the scheme cannot mean
+            except ConfigError:  # a request that the scheme does not support
                 continue
             if found is not None:
                 return [_library(found, request) if not change.change else replace(change, backend=found.backend)]
@@ -66,7 +82,7 @@ def alternatives(
 
 
 def _activations(request: Request, candidates: Iterable[Candidate]) -> list[_Change]:
-    """Other activations that the scheme's backends take beside these weights, 16-bit ones first."""
+    """Other activation keys that backends combine with these weights, 16-bit first."""
     keys = dict.fromkeys(
         key
         for candidate in candidates
@@ -74,7 +90,7 @@ def _activations(request: Request, candidates: Iterable[Candidate]) -> list[_Cha
         for weight, activation in candidate.experts.claims.keys
         if key_matches(weight, request.weight_key)
         for key in expand_key(activation)
-        # static ones need scales of the checkpoint
+        # Static ones need scales from the checkpoint.
         if key != request.activation_key and (key is None or not key.is_static)
     )
     changes = []
@@ -88,7 +104,7 @@ def _activations(request: Request, candidates: Iterable[Candidate]) -> list[_Cha
 
 
 def _layer(request: Request) -> list[_Change]:
-    """What a layer could do without."""
+    """Layer features that a request could drop."""
     config = request.config
     changes = []
     if config.is_lora_enabled:

@@ -1,4 +1,4 @@
-"""Which way of sharing columns among ranks a device's kernels take."""
+"""Select how columns are sharded among ranks, by what the kernels of the device support."""
 
 from __future__ import annotations
 
@@ -26,12 +26,25 @@ def select_cut(
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
 ) -> tuple[ColumnCut, Selection]:
-    """The first of ``cuts`` with whose keys, for the columns of every rank, a kernel runs; and this rank's selection.
+    """Choose the first column split whose keys a kernel runs on every rank.
 
-    ``cuts``: of :func:`moe_core.parallel.shard_plan.column_cuts`.  All ranks come to the same, on devices of the same
-    kind. Where no kernel takes any (on a CPU torch is one), it is the first that a backend takes of those that keep the
-    layer's keys, then of those with ever finer groups.  Raises SelectionError, that of the layer's keys or the coarsest
-    groups, where there is none.
+    All ranks arrive at the same choice on devices of the same kind. Without a fitting kernel (on a CPU, torch counts as
+    one), the order is: splits that keep the layer's keys, then those with ever finer groups; the first that any backend
+    accepts is chosen.
+
+    Args:
+        oracle: Oracle of the scheme.
+        config: Config of this rank's shard.
+        cuts: Splits, from :func:`moe_core.parallel.shard_plan.column_cuts`.
+        moe_backend: Backend name, or "auto".
+        device: Device to select for.
+        environment: Installed packages. Default: those of this installation.
+
+    Returns:
+        The split, and the selection of this rank.
+
+    Raises:
+        SelectionError: No backend accepts any split. The error is that of the layer's keys or the coarsest groups.
     """
     info = as_device_info(device)
     rank = config.parallel.tp_rank
@@ -47,7 +60,7 @@ def select_cut(
         )
 
     def select_all(cut: ColumnCut) -> dict[int, Selection]:
-        """Of every rank's number of columns, so that all ranks come to the same."""
+        """Select for the column count of every rank, so that all ranks make the same choice."""
         return {size: select(cut, size) for size in cut.sizes}
 
     def of_rank(cut: ColumnCut, found: dict[int, Selection]) -> tuple[ColumnCut, Selection]:
@@ -58,7 +71,7 @@ def select_cut(
         for cut in cuts:
             try:
                 found = select_all(cut)
-            except (SelectionError, ConfigError):  # the scheme may not know such groups at all
+            except (SelectionError, ConfigError):  # the scheme may not support such groups at all
                 continue
             if not info.is_gpu or all(_runs_kernel(selection) for selection in found.values()):
                 return of_rank(cut, found)

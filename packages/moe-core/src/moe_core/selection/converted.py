@@ -1,6 +1,7 @@
-"""What weights in a backend's layout were converted for: remembered while they live, so that a kernel takes no others.
+"""Remember the layer of converted weights, so that a kernel rejects those of another layer.
 
-A layout does not show for which layer it is: rows of a larger one lie as well, and are read to their end.
+A layout does not show its layer: the rows of a larger layer look just as valid, and would be read to their end. Entries
+live as long as the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moe_core.spec.weights import KernelWeights
 
 
 class _Layer(NamedTuple):
-    """What the conversion of a layer's weights depends on."""
+    """The properties that the conversion of a layer's weights depends on."""
 
     local_experts: int
     hidden_size: int
@@ -30,13 +31,30 @@ _LAYERS: WeakKeyDictionary[KernelWeights, _Layer] = WeakKeyDictionary()
 
 
 def remember(weights: object, selection: Selection) -> None:
-    """``weights`` were converted for ``selection``.  What a plug-in returns instead is the kernel's to refuse."""
+    """Record that weights were converted for a selection.
+
+    Other objects that a plug-in may return are ignored; the kernel rejects them.
+
+    Args:
+        weights: Result of a conversion.
+        selection: Selection that it was made for.
+    """
     if isinstance(weights, KernelWeights):
         _LAYERS[weights] = _layer(selection)
 
 
 def check_converted(weights: object, selection: Selection) -> None:
-    """ConfigError where it is known that ``weights`` were converted for another layer than ``selection`` is of."""
+    """Check that weights were not converted for another layer.
+
+    Weights of unknown origin pass.
+
+    Args:
+        weights: Weights to check.
+        selection: Selection of the layer.
+
+    Raises:
+        ConfigError: The weights were converted for another layer; the message lists the differences.
+    """
     layer = _LAYERS.get(weights) if isinstance(weights, KernelWeights) else None
     wanted = _layer(selection)
     if layer is None or layer == wanted:

@@ -1,6 +1,6 @@
-"""The functions that engines know a scheme by, as far as all schemes share them.
+"""The engine-facing functions of a scheme, as far as all schemes share them.
 
-A scheme package makes them of its spec; the tensors that its weights have it names itself::
+A scheme package creates them from its spec, and itself names the tensors that its weights have::
 
     _FUNCTIONS = SchemeFunctions(SCHEME)
     select_fp8_moe_backend = _FUNCTIONS.select("fp8", __name__)
@@ -42,7 +42,7 @@ _SELECT = """The backend for ``config``: ``.backend``, ``.experts`` (its class),
 
 
 class SelectBackend(Protocol):
-    """A function that selects a backend for one kind of weights, whose keys are its defaults."""
+    """Function that selects a backend for one kind of weights, whose keys are its defaults."""
 
     __name__: str
 
@@ -59,17 +59,32 @@ class SelectBackend(Protocol):
 
 
 class SchemeFunctions:
-    """Selection, conversion and construction by the oracle of the installed ``spec``, looked up when it is needed."""
+    """Selection, conversion and construction by the oracle of an installed scheme.
+
+    The oracle is looked up on first use.
+
+    Args:
+        spec: Spec of the scheme.
+    """
 
     def __init__(self, spec: SchemeSpec) -> None:
         self.spec = spec
 
     @property
     def oracle(self) -> Oracle:
+        """The oracle of the installed scheme."""
         return registry().oracle(self.spec.name)
 
     def select(self, kind: str, module: str) -> SelectBackend:
-        """``select_<kind>_moe_backend`` of the package's ``module``: :meth:`moe_core.Oracle.select` with its keys."""
+        """Create ``select_<kind>_moe_backend``: :meth:`moe_core.Oracle.select` with default keys.
+
+        Args:
+            kind: Name of a kind of weights in the spec.
+            module: Name of the module that the function belongs to.
+
+        Returns:
+            The function.
+        """
         asked = next(known for known in self.spec.kinds if known.name == kind)
 
         def select(
@@ -106,7 +121,15 @@ class SchemeFunctions:
         return select
 
     def convert(self, selection: Selection, **tensors: torch.Tensor | None) -> KernelWeights:
-        """Canonical tensors by the names of :class:`moe_core.MoEWeights`, in the layout of the selected backend."""
+        """Convert canonical tensors to the layout of the selected backend.
+
+        Args:
+            selection: Selection of the layer.
+            tensors: Tensors by the field names of :class:`moe_core.MoEWeights`.
+
+        Returns:
+            Weights in the backend's layout.
+        """
         return self.oracle.convert(selection, None, **tensors)
 
     def make_kernel(
@@ -120,11 +143,20 @@ class SchemeFunctions:
         workspace: Workspace | None = None,
         layer: str = "",
     ) -> FusedMoEKernel:
-        """prepare + the selected experts + finalize around converted weights.
+        """Build a kernel: prepare, the selected experts and finalize around converted weights.
 
-        ``prepare_finalize``: what moves tokens, default within this rank, or what the config chooses for ``groups`` and
-        ``placement``; ``workspace``: may be shared with layers that run before; ``layer``: its name, which all ranks of
-        ``groups`` must give alike.
+        Args:
+            selection: Selection of the layer.
+            weights: Converted weights.
+            prepare_finalize: Class that moves tokens. Default: within this rank, or the choice of the config for
+                ``groups`` and ``placement``.
+            groups: Process groups of the layer's ranks.
+            placement: Placement of experts on these ranks.
+            workspace: Workspace; may be shared with layers that run earlier.
+            layer: Name of the layer, which must be equal on all ranks of ``groups``.
+
+        Returns:
+            The kernel.
         """
         return self.oracle.make_kernel(
             selection,
@@ -137,13 +169,30 @@ class SchemeFunctions:
         )
 
     def backend_to_kernel_cls(self, backend: str) -> list[type[FusedMoEExperts]]:
-        """The experts classes of a backend, in the order in which they are asked; ConfigError for other names."""
+        """Return the experts classes of a backend, in the order in which selection considers them.
+
+        Args:
+            backend: Name of the backend.
+
+        Returns:
+            The classes.
+
+        Raises:
+            ConfigError: The name is unknown.
+        """
         return list(self._backend(backend).load())
 
     def map_backend(self, runner_backend: str) -> str:
-        """What an engine's option names: a member of the scheme's enum, or the name of another package's backend.
+        """Map an engine's backend option to a backend of this scheme.
 
-        Raises ConfigError, which is a ValueError, with the names that there are.
+        Args:
+            runner_backend: Name or alias of a backend.
+
+        Returns:
+            A member of the scheme's enum, or the name of a backend from another package.
+
+        Raises:
+            ConfigError: The name is unknown; the message lists the valid ones. It is a ValueError.
         """
         name = self._backend(runner_backend).name
         members = () if self.spec.backend_enum is None else tuple(self.spec.backend_enum)
@@ -157,7 +206,17 @@ class SchemeFunctions:
         *,
         device: DeviceInfo | str | torch.device | None = None,
     ) -> list[str]:
-        """Every backend in order of preference for a request, whether it fits or not."""
+        """Return all backends in order of preference for a request, whether they fit or not.
+
+        Args:
+            config: Config of the layer.
+            weight_key: Quantization of weights.
+            activation_key: Quantization of activations; None for 16 bits.
+            device: Device to order for.
+
+        Returns:
+            Names of the backends.
+        """
         rows = self.oracle.priority(config, weight_key=weight_key, activation_key=activation_key, device=device)
         return [self.map_backend(row.name) for row in rows]
 
@@ -173,7 +232,7 @@ class SchemeFunctions:
 
 
 def _first_that_fits(ask: Callable[[QuantKey | str | None], Selection], activations: tuple[QuantKey, ...]) -> Selection:
-    """16-bit activations, or the first of ``activations`` with which the named backend fits."""
+    """Select with 16-bit activations, or with the first key for which the named backend fits."""
     try:
         return ask(None)
     except BackendRefusedError:

@@ -1,4 +1,4 @@
-"""A kernel for an engine that has kernels of its own, and stays with them where none of a scheme's fits better."""
+"""Select a kernel for an engine that keeps its own kernels where no kernel of a scheme fits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,25 @@ def select_kernel(
     device: DeviceInfo | torch.device | str | None = None,
     backend: str = "auto",
 ) -> Selection:
-    """The scheme's first kernel that fits; ``backend``: the one of that name.
+    """Select the first kernel of a scheme that fits, ignoring kernel libraries.
 
-    Libraries count as not installed: the engine calls those by itself, where it prefers them.  On a GPU a loop that the
-    host drives is no kernel.  Raises SelectionError with the reasons against the scheme's own, ConfigError.
+    Libraries count as not installed: the engine calls them itself where it prefers them. On a GPU a host-driven loop
+    does not count as a kernel.
+
+    Args:
+        scheme: Name of the scheme.
+        config: Config of the layer.
+        weight_key: Quantization of weights; None for 16 bits.
+        activation_key: Quantization of activations; None for 16 bits.
+        device: Device to select for.
+        backend: Name of the only backend to consider, or "auto".
+
+    Returns:
+        The selection.
+
+    Raises:
+        SelectionError: No kernel fits; the message has the reasons against the scheme's own kernels.
+        ConfigError: The request is invalid.
     """
     selection = (
         registry()
@@ -54,12 +69,12 @@ def select_kernel(
 
 
 def _is_own(experts: type[FusedMoEExperts]) -> bool:
-    """Whether it needs no library."""
+    """Whether the class requires no library other than Triton."""
     return set(experts.claims.requires) <= {TRITON}
 
 
 @functools.cache
 def _without_libraries() -> Environment:
-    """The installation without kernel libraries."""
+    """This installation without kernel libraries."""
     version = Environment.current().version(TRITON)
     return Environment({} if version is None else {TRITON.distribution: version})

@@ -1,6 +1,6 @@
-"""Memory that a layer takes on its device, told before anything of it is read.
+"""Estimate the device memory of a layer before any of its weights are read.
 
-One expert of zeros is laid out as the backend does it: experts are alike, and a layer has their number times as much.
+One expert of zeros is laid out as the backend would do it. Experts are alike, so a layer takes a multiple of its size.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import MoEWeights, scale_shape, storage_dtypes
 from moe_core.spec.workspace import workspace_nbytes
 
-#: bytes of one expert, beyond which none is laid out
+#: Size in bytes above which no expert is laid out.
 LARGEST_EXPERT = 1 << 28
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes on the device of the layer's local experts.
+    """Device memory of the layer's local experts, in bytes.
 
-    - ``weights`` in the backend's layout
-    - ``load_peak``: the most that exists at a time while :func:`moe_core.load_layer` converts them, the checkpoint's
-      tensors and the backend's own together
-    - ``workspace`` of a call with at most ``num_tokens`` tokens, None where only a library that is not installed knows;
-      a backend that is driven by the host (``cuda_graph=False``) takes more from torch's allocator as it goes
-    - ``exact``: False where the checkpoint's bytes stand for the backend's, whose layout needs values or is too large
+    Attributes:
+        weights: Weights in the backend's layout.
+        load_peak: Peak while :func:`moe_core.load_layer` converts them: tensors of the checkpoint and of the backend
+            together.
+        workspace: Workspace of a call with at most ``num_tokens`` tokens; None if only a library that is not installed
+            knows it. A host-driven backend (``cuda_graph=False``) allocates more from torch as it runs.
+        num_tokens: Number of tokens that the workspace is for.
+        exact: False if the size in the checkpoint is used in place of the backend's, because its layout needs values or
+            is too large.
     """
 
     weights: int
@@ -46,9 +49,16 @@ class LayerMemory:
 
 
 def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
-    """What the selected layer takes on its device, which need not be here, and a call with ``num_tokens`` tokens.
+    """Estimate the device memory of a selected layer and of a call with ``num_tokens`` tokens.
 
-    Nothing is read, and at most one expert of zeros is laid out, on the CPU.
+    The device does not have to be present. Nothing is read, and at most one expert of zeros is laid out, on the CPU.
+
+    Args:
+        selection: Selection of the layer.
+        num_tokens: Largest number of tokens of a call.
+
+    Returns:
+        The estimate.
     """
     check_instance("selection", selection, Selection)
     whole_number("num_tokens", num_tokens, least=0)
@@ -59,13 +69,13 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
     weights, load_peak = canonical, 2 * canonical
     exact = False
     if canonical <= LARGEST_EXPERT:
-        # a library's conversion may need the library, or values
+        # The conversion of a library may need the library, or values.
         with suppress(Exception):
             weights, load_peak = _laid_out(one, specimen(one.config, *keys))
             exact = True
     tokens = num_tokens
     if issubclass(selection.experts, FusedMoEExpertsModular):
-        # tokens of other ranks come too, and only the engine knows how many
+        # Tokens of other ranks arrive too, and only the engine knows how many.
         with suppress(ConfigError):
             tokens = default_prepare_finalize(config).max_tokens(num_tokens)
     workspace = None
@@ -81,14 +91,14 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
 
 
 def _laid_out(selection: Selection, weights: MoEWeights) -> tuple[int, int]:
-    """(bytes of the converted ``weights``, bytes of them and the given ones together)."""
+    """Bytes of the converted ``weights``, and of converted and given ones together."""
     converted = Oracle.make_experts(selection).convert(weights)
     own, made = _memory(dict(weights.tensors())), _memory(dict(converted.tensors()))
     return sum(made.values()), sum({**own, **made}.values())
 
 
 def _memory(tensors: dict[str, Tensor]) -> dict[int, int]:
-    """Bytes of the memory that the tensors lie in, each piece once."""
+    """Bytes of the storages of the tensors, by address, so that each counts once."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
 
 
@@ -98,7 +108,17 @@ def specimen(
     activation_key: QuantKey | None,
     device: str = "cpu",
 ) -> MoEWeights:
-    """Canonical weights of the right shapes and dtypes, of zeros; on the device "meta" they take no memory."""
+    """Create canonical weights of zeros with the shapes and dtypes of a layer.
+
+    Args:
+        config: Config of the layer.
+        weight_key: Quantization of weights; None for 16 bits.
+        activation_key: Quantization of activations; None for 16 bits.
+        device: Device; on "meta" the tensors take no memory.
+
+    Returns:
+        The weights.
+    """
     experts, parts = config.local_experts, 2 if config.is_gated else 1
     packing = None if weight_key is None else weight_key.packing
     per_word = 1 if packing is None else packing.values_per_word

@@ -1,7 +1,7 @@
-"""The oracle: an ordered table of backends, one selection loop for all schemes.
+"""The oracle: an ordered table of backends, and one selection loop for all schemes.
 
-A scheme's :class:`~moe_core.plugins.scheme.SchemeSpec` names its backends and orders them for a request.  Selection is
-pure: (device, config, keys, what is installed) -> decision.
+A scheme's :class:`~moe_core.plugins.scheme.SchemeSpec` lists its backends and orders them for a request. Selection is a
+pure function: (device, config, keys, installed packages) -> decision.
 """
 
 from __future__ import annotations
@@ -56,29 +56,39 @@ if TYPE_CHECKING:
     from moe_core.parallel.distributed.groups import ParallelGroups
     from moe_core.parallel.placement.placement import ExpertPlacement
 
-#: held while a table is replaced, never while anything is loaded
+#: Held while a table is replaced, never while anything is loaded.
 _CHANGING = threading.Lock()
 
 
 class Oracle:
-    """Selection, conversion and construction for one scheme, as its ``spec`` declares it.
+    """Selection, conversion and construction for one scheme, as declared by its ``spec``.
 
-    Backends of other packages join through :meth:`add_backend`, each in its
+    Backends of other packages are added by :meth:`add_backend`, each at its
     :class:`~moe_core.interface.backend_order.Placement`.
+
+    Args:
+        spec: Spec of the scheme.
     """
 
     def __init__(self, spec: SchemeSpec) -> None:
         self.spec = spec
         self.scheme = spec.name
-        # of this oracle alone: what is loaded, and what fails, is named by the package that brings it
+        # Copies private to this oracle: loaded classes, and failures, which name the package that provides the backend.
         self.backends = tuple(replace(row, origin=row.origin or spec.package, _loaded=[]) for row in spec.backends)
 
-    # replaced, never changed, so that a selection in another thread sees one or the other
+    # Replaced, never mutated, so that a selection in another thread sees either the old or the new tuple.
     _added: tuple[Backend, ...] = ()
     _left_out: tuple[tuple[str, PluginFault], ...] = ()
 
     def add_backend(self, backend: Backend) -> None:
-        """Take a further backend into the table, once (the registry does this for entry points)."""
+        """Add a backend to the table, once; the registry calls this for entry points.
+
+        Args:
+            backend: Backend to add.
+
+        Raises:
+            ConfigError: The scheme already has another backend of this name.
+        """
         with _CHANGING:
             if backend in self._added:
                 return
@@ -91,21 +101,28 @@ class Oracle:
             self._added = (*self._added, backend)
 
     def leave_out(self, name: str, fault: PluginFault) -> None:
-        """Say in reports that another package's backend ``name`` does not work, and to those who ask for it."""
+        """Record that a backend of another package does not work.
+
+        Reports list it, and selecting it by name raises its error.
+
+        Args:
+            name: Name of the backend.
+            fault: The reason.
+        """
         with _CHANGING:
             if (name, fault) not in self._left_out:
                 self._left_out = (*self._left_out, (name, fault))
 
     def table(self) -> tuple[Backend, ...]:
-        """Every backend in default order."""
+        """Return every backend in default order."""
         return self._placed(self.backends)[0]
 
     def faults(self) -> tuple[PluginFault, ...]:
-        """Everything of this scheme that is left out; loads every backend."""
+        """Return the faults of everything in this scheme that is left out; loads every backend."""
         return (*(fault for _, fault in self._left_out), *(fault for b in self.table() for fault in b.faults))
 
     def notes(self) -> tuple[str, ...]:
-        """What cannot be honoured of the places that backends of other packages ask for, in default order."""
+        """Return which placements requested by added backends cannot be honored, in default order."""
         return self._placed(self.backends)[1]
 
     def priority(
@@ -116,7 +133,17 @@ class Oracle:
         activation_key: QuantKey | None,
         device: DeviceInfo | str | torch.device | None = None,
     ) -> tuple[Backend, ...]:
-        """The whole table in order of preference for this request, whether a backend fits or not."""
+        """Return the whole table in order of preference for a request, whether backends fit or not.
+
+        Args:
+            config: Config of the layer.
+            weight_key: Quantization of weights; None for 16 bits.
+            activation_key: Quantization of activations; None for 16 bits.
+            device: Device to order for; see :func:`as_device_info`.
+
+        Returns:
+            The backends.
+        """
         weight_key = as_quant_key(weight_key, "weight_key")
         activation_key = as_quant_key(activation_key, "activation_key")
         return self._ordered(Request(config, weight_key, activation_key, as_device_info(device), Environment()))[0]
@@ -132,16 +159,27 @@ class Oracle:
         environment: Environment | None = None,
         tuning: TuningProfile | str | Path | None = None,
     ) -> Selection:
-        """The first backend in order that fits; or the named one, or an error with every reason.
+        """Select the first backend that fits, or check the named one.
 
-        Keys are given as such or by name, None for 16 bits; ``device``: see :func:`as_device_info`.  ``tuning``: a
-        profile of measured launch configurations (:mod:`moe_core.kernels.tuning`), or its path, or "none"; by default
-        the path that ``MOE_TUNING`` names, or the user's own profile of the GPU.  It changes how the backend launches
-        its kernels, never which one is selected.
-        Raises SelectionError, with the full report: NoBackendError where nothing fits, BackendRefusedError where the
-        named backend does not, UnknownBackendError for a name that no backend has; RegistryError for the name of a
-        plug-in that does not work; ConfigError for a request that the scheme cannot mean, and for a tuning profile that
-        was given and can't be read.
+        Args:
+            config: Config of the layer.
+            weight_key: Quantization of weights: a key, its name, or None for 16 bits.
+            activation_key: Quantization of activations: a key, its name, or None for 16 bits.
+            moe_backend: Backend name, or "auto". A named backend is never replaced by another.
+            device: Device to select for; see :func:`as_device_info`.
+            environment: Installed packages. Default: those of this installation.
+            tuning: Profile of measured launch configurations (:mod:`moe_core.kernels.tuning`), its path, or "none".
+                Default: the path in ``MOE_TUNING``, or the user's profile for the GPU. It changes how the backend
+                launches its kernels, never which one is selected.
+
+        Returns:
+            The selection, with a report on every candidate.
+
+        Raises:
+            SelectionError: No selection; the error has the full report. NoBackendError if nothing fits,
+                BackendRefusedError if the named backend does not fit, UnknownBackendError if no backend has the name.
+            RegistryError: The named backend is a plug-in that does not work.
+            ConfigError: The scheme does not support the request, or a given tuning profile cannot be read.
         """
         if not isinstance(config, FusedMoEConfig):
             raise ConfigError(f"config is {type(config).__name__}, expected a FusedMoEConfig")
@@ -176,7 +214,8 @@ class Oracle:
         if chosen is None:
             raise self._refusal(name, report, dict(reversed(left_out)))
         if request.device.is_gpu or tuning is not None:
-            # Triton-free, but it imports the experts of core's kernels; one that was named is read in any case
+            # This module does not need Triton, but imports the experts on core's kernels. A profile that was passed is
+            # always read.
             from moe_core.kernels.tuning.choice import choose
 
             keys = weight_key, activation_key
@@ -184,7 +223,13 @@ class Oracle:
         return Selection(self._member(chosen.backend), chosen.experts, report)
 
     def _refusal(self, name: str, report: SelectionReport, left_out: dict[str, PluginFault]) -> MoEError:
-        """The error that says why there is no selection; ``left_out``: the first fault of each backend."""
+        """Create the error for a failed selection.
+
+        Args:
+            name: Requested backend.
+            report: Report of the selection.
+            left_out: First fault of each backend.
+        """
         if name == "auto":
             helps = "; ".join(map(str, report.alternatives))
             why = helps or "; ".join(f"{c.backend} {', '.join(c.reasons)}" for c in report.closest[:2])
@@ -199,7 +244,7 @@ class Oracle:
         if mine:
             fitting = next((candidate.backend for candidate in report.candidates if candidate.fits), None)
             instead = "" if fitting is None else f"; {fitting!r} fits"
-            # a backend that has the name itself, before those that answer to it as well
+            # Prefer the backend with this name to those that have it as an alias.
             closest = min(report.closest, key=lambda candidate: candidate.backend != name)
             why = "; ".join(closest.reasons)
             what = f"{self.scheme}: backend {name!r} does not fit, and is never replaced: {why}{instead}"
@@ -210,7 +255,7 @@ class Oracle:
         )
 
     def _member(self, name: str) -> str:
-        """The scheme's own name of a backend, where it has one."""
+        """The scheme's enum member for a backend, or the name if it has none."""
         members = () if self.spec.backend_enum is None else tuple(self.spec.backend_enum)
         return next((member for member in members if member.value == name), name)
 
@@ -218,9 +263,10 @@ class Oracle:
         return _examine(request, self._ordered(request)[0])
 
     def _ordered(self, request: Request) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
-        """(the table in order for ``request``, what there is to say of places).
+        """Order the table for ``request``; also return notes on placements.
 
-        Raises RegistryError where the scheme's own methods fail.
+        Raises:
+            RegistryError: The functions of the scheme fail.
         """
         keys = request.weight_key, request.activation_key
         own = self.backends
@@ -263,9 +309,18 @@ class Oracle:
     def convert(
         self, selection: Selection, weights: MoEWeights | None = None, **tensors: torch.Tensor | None
     ) -> KernelWeights:
-        """Canonical weights, or their tensors by name (``w13=…, w2=…, w13_scale=…``), in the backend's layout.
+        """Convert canonical weights to the layout of the selected backend.
 
-        Raises TensorError for tensors that don't fit the selection's config and keys.
+        Args:
+            selection: Selection of the layer.
+            weights: Canonical weights.
+            tensors: Their tensors by name instead (``w13=…, w2=…, w13_scale=…``).
+
+        Returns:
+            Weights in the backend's layout.
+
+        Raises:
+            TensorError: The tensors do not fit the config and keys of the selection.
         """
         check_instance("selection", selection, Selection)
         if (weights is None) == (not tensors):
@@ -298,7 +353,14 @@ class Oracle:
 
     @staticmethod
     def make_experts(selection: Selection) -> FusedMoEExperts:
-        """The selected class for the selection's layer and device, with the launch configurations of its profile."""
+        """Instantiate the selected experts class, with the launch configurations of the profile.
+
+        Args:
+            selection: Selection of the layer.
+
+        Returns:
+            Experts for the layer and device of the selection.
+        """
         check_instance("selection", selection, Selection)
         made = selection.experts(
             selection.config,
@@ -322,19 +384,32 @@ class Oracle:
         workspace: Workspace | None = None,
         layer: str = "",
     ) -> FusedMoEKernel:
-        """prepare + experts + finalize around ``weights``; ``workspace``: may be shared with layers that run before.
+        """Build a kernel: prepare, experts and finalize around converted weights.
 
-        With ``groups`` of the layer's ranks (:class:`moe_core.parallel.distributed.ParallelGroups`), and the
-        ``placement`` of experts on them (default: consecutive ones), the config chooses what moves tokens between ranks
-        (:func:`moe_core.parallel.prepare_finalize.by_name.default_prepare_finalize`); or ``prepare_finalize`` is given.
-         With neither nothing moves, and the outputs of ranks are parts of a sum.
+        With ``groups``, or a ``prepare_finalize`` that has groups, all ranks call this together and compare their
+        arguments. With neither, nothing is communicated and the outputs of ranks are partial sums.
 
-        All ranks of the groups call this together, and tell each other what they were given: ConfigError on every rank,
-        with the ranks' numbers, where they differ, in ``layer``, the layer's name, too; CommunicationError where one
-        does not come in time.
+        Warns if weights on a GPU are run by a host-driven loop that was not requested (FallbackWarning), and about
+        plug-ins whose claims failed (PluginWarning). Selection itself issues neither.
 
-        Warns where weights on a GPU get a loop on the host that nobody asked for (FallbackWarning), and of plug-ins
-        whose claims failed (PluginWarning): selecting itself does neither.
+        Args:
+            selection: Selection of the layer.
+            weights: Result of :meth:`convert` for the same layer.
+            prepare_finalize: Class that moves tokens between ranks, in place of ``groups`` and ``placement``.
+            groups: Process groups of the layer's ranks (:class:`moe_core.parallel.distributed.ParallelGroups`). The
+                config then chooses what moves tokens
+                (:func:`moe_core.parallel.prepare_finalize.by_name.default_prepare_finalize`).
+            placement: Placement of experts on these ranks. Default: consecutive experts.
+            workspace: Workspace; may be shared with layers that run earlier.
+            layer: Name of the layer, which ranks compare too.
+
+        Returns:
+            The kernel.
+
+        Raises:
+            ConfigError: Ranks passed different arguments, raised on every rank with the numbers of the ranks; or
+                arguments do not fit.
+            CommunicationError: A rank did not call in time.
         """
         check_instance("selection", selection, Selection)
         check_instance("layer", layer, str)
@@ -352,7 +427,7 @@ class Oracle:
             groups, placement = prepare_finalize.groups, prepare_finalize.placement
         number = 0
         if groups is not None:
-            # before anything that a rank alone may refuse: the others would wait for it
+            # This must come before anything that one rank alone may reject: the others would wait for it.
             from moe_core.parallel.distributed.agreement import check_layers
 
             name = "" if prepare_finalize is None else prepare_finalize.name
@@ -367,7 +442,7 @@ class Oracle:
 
 
 def _examine(request: Request, ordered: tuple[Backend, ...]) -> tuple[Candidate, ...]:
-    """Every class of every backend, with the reasons against it; where its claims fail, that is the reason."""
+    """Examine every class of every backend; claims that raise become the reason against it."""
     found = []
     with guard() as attempt_:
         for backend in ordered:
@@ -399,9 +474,9 @@ def _candidate(backend: Backend, experts: type[FusedMoEExperts], request: Reques
 
 
 def _behind_prepare_finalize(experts: type[FusedMoEExperts], request: Request) -> list[str]:
-    """Reasons why the prepare/finalize class that the layer's config names can't bring tokens to ``experts``.
+    """Reasons why the prepare/finalize of the layer's config cannot feed ``experts``.
 
-    None where every rank has all tokens, nor for a name that no class has: an engine's own, which it answers for.
+    Empty if every rank has all tokens, or if the name belongs to an engine's own class, which the engine vouches for.
     """
     config = request.config
     name = config.parallel.all2all_backend
@@ -410,16 +485,24 @@ def _behind_prepare_finalize(experts: type[FusedMoEExperts], request: Request) -
     cls = load_prepare_finalize(name)
     found = cls.unsupported_reasons(config, experts, request.device, request.environment)
     if found and cls.fallback:
-        # which the ranks will take together, and say so
+        # The ranks will agree on the fallback together, and report it.
         name = cls.fallback
         found = load_prepare_finalize(name).unsupported_reasons(config, experts, request.device, request.environment)
     return [f"behind {name}: {reason}" for reason in found]
 
 
 def as_device_info(device: DeviceInfo | str | torch.device | None) -> DeviceInfo:
-    """A DeviceInfo from what users pass: see :meth:`DeviceInfo.parse`; "cuda", a torch device, or None for this one's.
+    """Convert a device argument to a DeviceInfo.
 
-    Raises ConfigError for a name that is not known, and for a GPU that is not here.
+    Args:
+        device: DeviceInfo, a description (:meth:`DeviceInfo.parse`), "cuda", a torch device, or None for the current
+            one.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: The name is unknown, or the GPU is not present.
     """
     if isinstance(device, DeviceInfo):
         return device

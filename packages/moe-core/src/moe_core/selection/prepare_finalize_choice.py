@@ -1,7 +1,7 @@
-"""Which prepare/finalize classes go with which backends of experts, and which of them is fastest.
+"""Select the prepare/finalize class of a layer: which fit which backends, which is fastest.
 
-Each class is asked with every backend: selection holds a backend to the claims of the prepare/finalize class that its
-layer's config names (:meth:`moe_core.selection.oracle.Oracle.select`).  Like that, this is pure.
+Each class is examined with every backend: selection checks a backend against the claims of the prepare/finalize class
+named by the layer's config (:meth:`moe_core.selection.oracle.Oracle.select`). Like selection, this is a pure function.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ if TYPE_CHECKING:
 class PrepareFinalizeCandidate:
     """One prepare/finalize class that was considered.
 
-    - ``reasons`` against it, whatever the backend; empty: it goes with those that fit in its ``report``
-    - ``report``: what selection says of every backend behind it; ``selection``: the first that fits, if any
-    - ``payload``: how tokens are quantised before they travel, None: not at all
-    - ``cost`` of a call; None where none is known
+    Attributes:
+        cls: The class.
+        reasons: Reasons against it with any backend. If empty, it works with the backends that fit in ``report``.
+        report: Selection report on every backend behind this class.
+        selection: Selection of the first backend that fits, if any.
+        payload: Quantization of tokens before dispatch; None if they are not quantized.
+        cost: Cost of a call; None if unknown.
     """
 
     cls: type[FusedMoEPrepareAndFinalizeModular]
@@ -49,20 +52,22 @@ class PrepareFinalizeCandidate:
 
     @property
     def name(self) -> str:
+        """Name of the class."""
         return self.cls.name
 
     @property
     def fits(self) -> bool:
+        """Whether the class can serve the layer with some backend."""
         return self.selection is not None
 
     @property
     def cuda_graph(self) -> bool:
-        """Whether calls may be captured, by the class and by its backend."""
+        """Whether calls can be captured, according to both the class and its backend."""
         chosen = self.report.chosen
         return self.cls.claims.cuda_graph and chosen is not None and chosen.experts.claims.cuda_graph
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form, with every backend and its reasons."""
+        """Return a JSON-ready dict with every backend and its reasons."""
         return {
             "name": self.name,
             "class": f"{self.cls.__module__}:{self.cls.__qualname__}",
@@ -83,11 +88,18 @@ class PrepareFinalizeCandidate:
 
 @dataclass(frozen=True)
 class PrepareFinalizeSelection:
-    """All prepare/finalize classes of a layer's ranks, and the one that is taken.
+    """All prepare/finalize classes for the ranks of a layer, and the chosen one.
 
-    ``requested``: its name, or "auto": the fastest by the figures of the ``machine``, without figures the first that
-    fits; where all ranks have the same tokens, what gives all of them the whole output.  ``fastest``: (tokens per rank,
-    name), each from that number of tokens on, of those that fit.
+    Attributes:
+        tokens: Number of tokens that each rank brings.
+        requested: Name of a class, or "auto". The latter is the fastest by the figures of ``machine``, or without
+            figures the first that fits. If all ranks have the same tokens, it is the class that gives each of them the
+            whole output.
+        candidates: All classes.
+        chosen: The chosen class, if any.
+        machine: Machine whose figures are used, if known.
+        fastest: Pairs of a number of tokens per rank and the name of the class that is fastest from there on, among
+            those that fit.
     """
 
     tokens: int
@@ -98,7 +110,7 @@ class PrepareFinalizeSelection:
     fastest: tuple[tuple[int, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready dict."""
         parallel = self.candidates[0].report.config.parallel
         return {
             "tp_size": parallel.tp_size,
@@ -127,12 +139,28 @@ def select_prepare_finalize(
     tuning: TuningProfile | str | Path | None = None,
     machine: Machine | None = None,
 ) -> PrepareFinalizeSelection:
-    """The prepare/finalize classes for a layer over several ranks, each with every backend.
+    """Select the prepare/finalize class for a layer over several ranks.
 
-    ``config``: a rank's part of the layer, whose ``parallel`` says how many ranks there are and which of them bring
-    the same tokens; ``tokens`` that each rank brings; ``all2all``: the name of one; ``machine``: default what is
-    known of machines with that ``device``.  Other arguments: :meth:`Oracle.select`.
-    Raises ConfigError for a ``dp_size`` that means nothing, and for a name that none has.
+    Every class is examined with every backend.
+    Args:
+        oracle: Oracle of the scheme.
+        config: Config of a rank's shard. Its ``parallel`` defines the number of ranks and which of them bring the same
+            tokens.
+        weight_key: As in :meth:`Oracle.select`.
+        activation_key: As in :meth:`Oracle.select`.
+        tokens: Number of tokens that each rank brings.
+        all2all: Name of a class, or "auto".
+        moe_backend: As in :meth:`Oracle.select`.
+        device: As in :meth:`Oracle.select`.
+        environment: As in :meth:`Oracle.select`.
+        tuning: As in :meth:`Oracle.select`.
+        machine: Machine whose figures are used. Default: known figures of machines with that ``device``.
+
+    Returns:
+        All candidates and the choice.
+
+    Raises:
+        ConfigError: Invalid ``dp_size``, or no class has the name.
     """
     info = as_device_info(device)
     shared = config.parallel.token_sharing is TokenSharing.ALL
@@ -182,11 +210,11 @@ def select_prepare_finalize(
             product_bits=8 if activation_key is not None and activation_key.dtype.bits == 8 else 16,
         )
         found.append(PrepareFinalizeCandidate(cls, reasons, report, selection, payload, cost))
-    # of equal ones that which needs nothing from the host
+    # Among equal candidates, prefer one that does not need the host.
     fitting = sorted((candidate for candidate in found if candidate.fits), key=lambda one: not one.cuda_graph)
     lines = {} if shared else _lines(fitting, machine)
     if all2all == "auto":
-        # those of ranks that have the same tokens differ in what they give: the first is what is asked for
+        # Classes for ranks with the same tokens differ in their outputs; the first gives what is requested.
         chosen = next(iter(fitting), None) if shared else min(fitting, key=_seconds, default=None)
     else:
         chosen = next((candidate for candidate in fitting if candidate.name == all2all), None)
@@ -196,7 +224,7 @@ def select_prepare_finalize(
 def _apart(
     cls: type[FusedMoEPrepareAndFinalizeModular], config: FusedMoEConfig, machine: Machine | None
 ) -> tuple[str, ...]:
-    """Why ranks of several domains can't have a class that needs one."""
+    """Reasons why a class that needs all ranks in one domain cannot be used across several."""
     ranks = config.parallel.world_size
     if not cls.claims.one_domain or machine is None or ranks <= machine.domain:
         return ()
@@ -205,7 +233,7 @@ def _apart(
 
 
 def _seconds(candidate: PrepareFinalizeCandidate) -> float:
-    """What it is compared by: its seconds; those of which none are known come last, in their order."""
+    """Sort key: seconds of a call; candidates with unknown cost come last, in their order."""
     seconds = None if candidate.cost is None else candidate.cost.seconds
     return float("inf") if seconds is None else seconds
 
@@ -218,7 +246,7 @@ def _lines(candidates: list[PrepareFinalizeCandidate], machine: Machine | None) 
 
 
 def _payload(cls: type[FusedMoEPrepareAndFinalizeModular], selection: Selection | None) -> QuantKey | None:
-    """How tokens are quantised before they travel."""
+    """Quantization of tokens before dispatch; None if they are not quantized."""
     if selection is None or not (cls.collective and cls.claims.quantizes):
         return None
     return selection.activation_key if Oracle.make_experts(selection).takes_quantized else None

@@ -1,18 +1,18 @@
-"""Finding schemes, backends and formats through entry points.
+"""Find schemes, backends and formats through entry points.
 
 Groups:
 
-- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.plugins.scheme.SchemeSpec`; its name has
-  no dot
-- ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named
-  by what follows it.  The class states ``interface_api = (1, 0)``, the version it was written for.
-- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme; it states
-  ``format_api = (1, 0)``
+- ``moe_core.schemes``: ``fp8 = "moe_fp8.scheme:SCHEME"``, a :class:`~moe_core.plugins.scheme.SchemeSpec`. Its name has
+  no dot.
+- ``moe_core.backends``: ``fp8.mine = "my_package:MyExperts"``, an experts class for the scheme before the dot, named by
+  the part after it. The class states ``interface_api = (1, 0)``, the version it was written for.
+- ``moe_core.formats``: ``fp8.mine = "my_package:MyFormat"``, a checkpoint format of that scheme. It states ``format_api
+  = (1, 0)``.
 
 Entry points are collected once per process and loaded on first use, in any number of threads.
 
-A plug-in that does not work is left out, and everything else works: :meth:`Registry.faults` and a PluginWarning name
-it, its distribution and the cause; so does the RegistryError that asking for it by name raises.
+A broken plug-in is left out and everything else works. :meth:`Registry.faults` and a PluginWarning name it, its
+distribution and the cause; requesting it by name raises RegistryError with the same information.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 SCHEME_GROUP = "moe_core.schemes"
 BACKEND_GROUP = "moe_core.backends"
 FORMAT_GROUP = "moe_core.formats"
-#: groups of what packages add to a scheme, and what that is
+#: Groups of additions to a scheme, and the kind of each.
 _ADDED = {BACKEND_GROUP: "backend", FORMAT_GROUP: "format"}
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-#: Packages that bring a scheme, for the hint in an error and for whose a name is that two packages take; what is
-#: installed is never looked up here.
+#: Packages of this project that provide a scheme: for hints in errors, and to decide which of two packages owns a name.
+#: Installed packages are not looked up here.
 KNOWN_SCHEMES = {
     "fp8": "moe-fp8",
     "mxfp4": "moe-mxfp4",
@@ -65,7 +65,7 @@ KNOWN_SCHEMES = {
     "wna16": "moe-wna16",
 }
 
-#: Which scheme reads checkpoints of a ``quant_method``, for the same hint.
+#: Scheme that reads checkpoints of a ``quant_method``, for the same hint.
 KNOWN_QUANT_METHODS = {
     "fp8": "fp8",
     "mxfp8": "fp8",
@@ -80,13 +80,27 @@ KNOWN_QUANT_METHODS = {
 
 
 def install_hint(scheme: str) -> str:
-    """The pip command that adds a known scheme, or an empty text."""
+    """Return the pip command that installs a known scheme.
+
+    Args:
+        scheme: Name of the scheme.
+
+    Returns:
+        The command, or an empty string for an unknown scheme.
+    """
     package = KNOWN_SCHEMES.get(scheme)
     return how_to_install(package) if package else ""
 
 
 def how_to_add(scheme: str) -> str:
-    """What to say after "is not installed": the command, or that the package is there and has no kernels yet."""
+    """Return the text that follows "is not installed" in an error.
+
+    Args:
+        scheme: Name of the scheme.
+
+    Returns:
+        The install command, or that the package is installed but has no kernels yet; empty for an unknown scheme.
+    """
     package = KNOWN_SCHEMES.get(scheme)
     if package is None:
         return ""
@@ -101,9 +115,12 @@ def how_to_add(scheme: str) -> str:
 class Registry:
     """The plug-ins of one set of entry points; :func:`registry` is that of this installation.
 
-    ``entry_points`` gives those of a group; a PluginFault among them stands for a distribution with an unreadable list.
-    What is found is published once and stays.  No lock is held while plug-ins' code runs, because imports wait for each
-    other: two threads may load the same, and the first result is everybody's.
+    Results are published once and never change. No lock is held while plug-in code runs, because imports wait for each
+    other. Two threads may therefore load the same plug-in; the first result is used by all.
+
+    Args:
+        entry_points: Function that returns the entry points of a group. A PluginFault among them represents a
+            distribution whose entry points cannot be read.
     """
 
     def __init__(self, entry_points: Callable[[str], Sequence[EntryPoint | PluginFault]]) -> None:
@@ -118,24 +135,32 @@ class Registry:
         self._untold: list[PluginFault] = []
 
     def scheme_names(self) -> tuple[str, ...]:
-        """Names of the installed schemes, also of those that may not work; loads none of them."""
+        """Return the names of the installed schemes, including broken ones; loads none of them."""
         return tuple(sorted({point.name for point in self._group(SCHEME_GROUP)}))
 
     def scheme_packages(self) -> frozenset[str]:
-        """Top-level packages that register schemes; loads none of them."""
+        """Return the top-level packages that register schemes; loads none of them."""
         return frozenset(re.split("[.:]", point.value)[0] for point in self._group(SCHEME_GROUP))
 
     def schemes(self) -> tuple[SchemeSpec, ...]:
-        """The installed schemes that work, by name; loads them."""
+        """Load the installed schemes and return those that work, by name."""
         found = tuple(map(self._scheme, self.scheme_names()))
         self._tell()
         return tuple(scheme for scheme in found if isinstance(scheme, SchemeSpec))
 
     def scheme(self, name: str) -> SchemeSpec:
-        """The scheme of that name, loaded.
+        """Load the scheme of a name.
 
-        Raises SchemeNotInstalledError (with the pip command where it is known), ProtocolVersionError,
-        RegistryError for an entry point that can't be loaded.
+        Args:
+            name: Name of the scheme.
+
+        Returns:
+            The scheme.
+
+        Raises:
+            SchemeNotInstalledError: It is not installed; the message has the pip command if it is known.
+            ProtocolVersionError: It was written for another version of the interface.
+            RegistryError: Its entry point cannot be loaded.
         """
         check_instance("name", name, str)
         found = self._scheme(name)
@@ -148,9 +173,16 @@ class Registry:
         return self._usable(found)
 
     def oracle(self, name: str) -> Oracle:
-        """The oracle of a scheme, with the backends that other packages add to it.
+        """Return the oracle of a scheme, including backends that other packages add.
 
-        Raises as :meth:`scheme` does.
+        Args:
+            name: Name of the scheme.
+
+        Returns:
+            The oracle.
+
+        Raises:
+            MoEError: As in :meth:`scheme`.
         """
         check_instance("name", name, str)
         if name not in self._oracles:
@@ -161,32 +193,58 @@ class Registry:
         return self._oracles[name]
 
     def oracles(self) -> tuple[Oracle, ...]:
-        """The oracles of the installed schemes that work, by the schemes' names."""
+        """Return the oracles of the installed schemes that work, by scheme name."""
         return tuple(self.oracle(scheme.name) for scheme in self.schemes())
 
     def formats(self, name: str) -> tuple[type[CheckpointFormat], ...]:
-        """Checkpoint formats of a scheme that work: its own, then those that other packages add."""
+        """Return the checkpoint formats of a scheme that work.
+
+        Args:
+            name: Name of the scheme.
+
+        Returns:
+            The scheme's own formats, then those that other packages add.
+
+        Raises:
+            MoEError: As in :meth:`scheme`.
+        """
         check_instance("name", name, str)
         if name not in self.scheme_names():
-            self.scheme(name)  # says that there is none
+            self.scheme(name)  # raises that it is not installed
         found = tuple(self._formats_of(name))
         self._tell()
         return found
 
     def format_origin(self, name: str, kind: type[CheckpointFormat]) -> str:
-        """The distribution that brings one of :meth:`formats`."""
+        """Return the distribution that provides a format.
+
+        Args:
+            name: Name of the scheme.
+            kind: One of :meth:`formats`.
+
+        Returns:
+            Name of the distribution.
+        """
         return owner(self._formats_of(name)[kind])
 
     def online_names(self) -> tuple[str, ...]:
-        """Names of everything that the installed schemes make of 16-bit experts; loads the schemes."""
+        """Return the names of all online quantizations of 16-bit experts; loads the schemes."""
         found = self._online()
         self._tell()
         return tuple(sorted(name for name, online in found.items() if not isinstance(online, PluginFault)))
 
     def online(self, quantization: str | OnlineQuantization) -> OnlineQuantization:
-        """The online quantisation of that name, or the one given.
+        """Return the online quantization of a name.
 
-        Raises ConfigError for an unknown name, RegistryError for one that does not work or that two schemes use.
+        Args:
+            quantization: A name, or an OnlineQuantization, which is returned as it is.
+
+        Returns:
+            The online quantization.
+
+        Raises:
+            ConfigError: The name is unknown.
+            RegistryError: It does not work, or two schemes use the name.
         """
         from moe_core.kernels.ops.online import OnlineQuantization
 
@@ -202,14 +260,18 @@ class Registry:
         return self._usable(found)
 
     def faults(self) -> tuple[PluginFault, ...]:
-        """What is left out of what was loaded so far; the backends of oracles that were asked for are loaded."""
+        """Return the faults found so far; loads the backends of requested oracles."""
         with self._lock:
             known = tuple(self._faults)
             oracles = tuple(self._oracles.values())
         return tuple(dict.fromkeys((*known, *(fault for oracle in oracles for fault in oracle.faults()))))
 
     def leave_out(self, fault: PluginFault) -> None:
-        """Record what does not work, with a PluginWarning the first time."""
+        """Record a fault, with a PluginWarning the first time.
+
+        Args:
+            fault: The fault.
+        """
         self._record([fault])
         self._tell()
 
@@ -220,7 +282,7 @@ class Registry:
             self._untold += new
 
     def _tell(self) -> None:
-        """Warn of what was recorded; not where an error says it to those who asked for it by name."""
+        """Warn about recorded faults; not called where an error already reports the fault."""
         with self._lock:
             new, self._untold = self._untold, []
         warn_of(new)
@@ -232,7 +294,7 @@ class Registry:
         return found
 
     def _publish(self, store: dict[K, V], key: K, value: V, faults: Iterable[PluginFault] = ()) -> V:
-        """The first value that any thread has for ``key``, whose faults alone are recorded."""
+        """Keep the first value that any thread has for ``key``; record only that value's faults."""
         with self._lock:
             first = key not in store
             kept = store.setdefault(key, value)
@@ -248,13 +310,13 @@ class Registry:
         return self._publish(self._groups, group, points, (p for p in found if isinstance(p, PluginFault)))
 
     def _placed(self, group: str, point: EntryPoint | PluginFault) -> EntryPoint | PluginFault:
-        """``point``, or a fault for a name by which nothing would ever look for it."""
+        """Return ``point``, or a fault if its name could never be looked up."""
         kind = _ADDED.get(group)
         if kind is None or isinstance(point, PluginFault):
             return point
         scheme, _, name = point.name.partition(".")
         known = {*self.scheme_names(), *KNOWN_SCHEMES}
-        # what one dot puts before a scheme that is not there may wait for it
+        # A name with one dot may be for a scheme that is not installed yet.
         if scheme and name and ("." not in name or scheme in known):
             return point
         what = f"; {scheme!r} is no scheme (installed: {', '.join(self.scheme_names()) or 'none'})" if name else ""
@@ -277,13 +339,13 @@ class Registry:
         return self._publish(self._schemes, name, found, faults)
 
     def _point(self, name: str) -> EntryPoint:
-        """The entry point of a scheme that was loaded."""
+        """The entry point of a loaded scheme."""
         points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
         chosen = one_of("scheme", points, KNOWN_SCHEMES.get(name))
         return points[0] if isinstance(chosen, list) else chosen
 
     def _added(self, group: str, scheme: str) -> list[list[EntryPoint]]:
-        """Entry points of other packages for a scheme, those of one name together, in the order of names."""
+        """Entry points of other packages for a scheme, grouped by name, in the order of names."""
         names: dict[str, list[EntryPoint]] = {}
         for point in self._group(group):
             if point.name.partition(".")[0] == scheme:
@@ -291,7 +353,7 @@ class Registry:
         return [names[name] for name in sorted(names)]
 
     def _added_backends(self, scheme: str) -> list[tuple[str, Backend | PluginFault]]:
-        """(name, backend) of every name; a fault where it does not work."""
+        """Pairs of name and backend for every name; a fault in place of a broken backend."""
         found: list[tuple[str, Backend | PluginFault]] = []
         for points in self._added(BACKEND_GROUP, scheme):
             name = points[0].name.partition(".")[2]
@@ -307,7 +369,7 @@ class Registry:
         return found
 
     def _formats_of(self, name: str) -> dict[type[CheckpointFormat], EntryPoint]:
-        """The formats of a scheme that work, and the entry points that bring them."""
+        """The working formats of a scheme, with the entry points that provide them."""
         if name in self._formats:
             return self._formats[name]
         found: dict[type[CheckpointFormat], EntryPoint] = {}
@@ -333,14 +395,14 @@ class Registry:
         return self._publish(self._formats, name, found, faults)
 
     def _online(self) -> dict[str, OnlineQuantization | PluginFault]:
-        """What every name makes of 16-bit experts; a fault where it does not work."""
+        """All online quantizations by name; a fault in place of a broken one."""
         if "all" in self._onlines:
             return self._onlines["all"]
         from moe_core.kernels.ops.online import OnlineQuantization
 
         found: dict[str, OnlineQuantization | PluginFault] = {}
         faults = []
-        # of two that have one name, a scheme of this project keeps it
+        # On a name clash the scheme of this project keeps the name.
         for scheme in sorted(self.schemes(), key=lambda scheme: scheme.name not in KNOWN_SCHEMES):
             for online in scheme.online:
                 if not isinstance(online, OnlineQuantization):
@@ -366,7 +428,7 @@ class Registry:
 
 
 def _add_backends(oracle: Oracle, added: Iterable[tuple[str, Backend | PluginFault]]) -> list[PluginFault]:
-    """Bring ``added`` into the table; what does not work is left out, and returned."""
+    """Add backends to the table of an oracle; return the faults of those left out."""
     faults = []
     for name, backend in added:
         if isinstance(backend, Backend):
@@ -410,12 +472,17 @@ def _checked_scheme(name: str, found: object) -> SchemeSpec:
 
 
 def _own_format(kind: object) -> type[CheckpointFormat]:
-    """A scheme's own, as a class or "module:Class"."""
+    """Check a scheme's own format, given as a class or "module:Class"."""
     return _checked_format(imported(kind) if isinstance(kind, str) else kind)
 
 
 def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFormat]:
-    """``added``: by another package; the scheme's version covers its own formats."""
+    """Check a format class.
+
+    Args:
+        found: Object to check.
+        added: Whether another package adds it; for a scheme's own formats the scheme's API version counts.
+    """
     from moe_core.interface.checkpoint_format import CheckpointFormat
 
     if not derives(found, CheckpointFormat):
@@ -434,14 +501,24 @@ def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFor
 
 @functools.cache
 def registry() -> Registry:
-    """The registry of this installation."""
+    """Return the registry of this installation."""
     return Registry(installed)
 
 
-# made while this module is imported, which one thread does
+# Create it during the import of this module, which only one thread executes.
 registry()
 
 
 def oracle(name: str) -> Oracle:
-    """The oracle of an installed scheme, e.g. ``oracle("fp8")``."""
+    """Return the oracle of an installed scheme, e.g. ``oracle("fp8")``.
+
+    Args:
+        name: Name of the scheme.
+
+    Returns:
+        The oracle.
+
+    Raises:
+        MoEError: As in :meth:`Registry.scheme`.
+    """
     return registry().oracle(name)

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One experts class that was considered, in order of preference.
+    """One experts class that was considered; candidates are in order of preference.
 
-    ``reasons`` against it; empty: it fits.  ``backend`` is the name that ``moe_backend=`` takes.  ``takes_keys``: the
-    weights and activations are of the kinds that it was made for, whatever else stands against it.  ``fault``: its
-    claims could not be read, which is the reason then.  ``aliases``: what `moe_backend=` takes for it besides.
+    Attributes:
+        backend: Name that ``moe_backend=`` takes.
+        experts: The class.
+        reasons: Reasons against it; empty if it fits.
+        verified_on: Devices on which the conformance kit passed for these keys.
+        takes_keys: Whether the class supports the keys of weights and activations, regardless of other reasons.
+        fault: Set if its claims could not be read, which is then the reason.
+        aliases: Further names that ``moe_backend=`` accepts for it.
     """
 
     backend: str
@@ -37,25 +42,26 @@ class Candidate:
     aliases: tuple[str, ...] = ()
 
     def answers_to(self, name: str) -> bool:
-        """Whether ``moe_backend=name`` asks for it; "auto" asks for all."""
+        """Whether ``moe_backend=name`` requests this candidate; "auto" requests all."""
         return name in ("auto", self.backend, *self.aliases)
 
     @property
     def fits(self) -> bool:
+        """Whether there are no reasons against it."""
         return not self.reasons
 
     @property
     def path(self) -> str:
-        """module:Class."""
+        """Location of the class, as "module:Class"."""
         return f"{self.experts.__module__}:{self.experts.__qualname__}"
 
     @property
     def notes(self) -> str:
-        """What the claims say in words, e.g. how it rounds."""
+        """The notes of its claims, for example on rounding."""
         return "" if self.fault is not None else self.experts.claims.notes
 
     def tested_on(self, device: DeviceInfo) -> str:
-        """ "tested on cpu, NVIDIA H200 (sm90); not on sm100"."""
+        """Describe where it was tested: "tested on cpu, NVIDIA H200 (sm90); not on sm100"."""
         if not self.verified_on:
             return "not tested on hardware"
         here = "" if self.is_tested_on(device) else f"; not on {device.arch}"
@@ -67,16 +73,19 @@ class Candidate:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether a GPU is driven by kernels alone, and not by a loop on the host."""
+        """Whether it runs as GPU kernels alone, not as a loop on the host."""
         return self.experts.claims.cuda_graph
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What a caller could ask for instead, so that a GPU kernel runs the layer.
+    """A changed request for which a GPU kernel runs the layer.
 
-    ``change`` in words ("16-bit activations"), the ``backend`` that fits then, the ``argument`` that asks for it
-    (``activation_key=None``) and the ``command``: an option of ``moe`` or a line of pip; empty where there is none.
+    Attributes:
+        change: The change as text ("16-bit activations").
+        backend: Backend that then fits.
+        argument: Argument that makes the change (``activation_key=None``); empty if there is none.
+        command: Option of ``moe``, or pip command; empty if there is none.
     """
 
     change: str
@@ -89,7 +98,7 @@ class Alternative:
         return f"with {self.change} {self.backend} fits" + (f" ({how})" if how else "")
 
     def as_dict(self) -> dict[str, str]:
-        """JSON-ready form."""
+        """Return a JSON-ready dict."""
         return {
             "change": self.change,
             "backend": self.backend,
@@ -100,11 +109,22 @@ class Alternative:
 
 @dataclass(frozen=True)
 class SelectionReport:
-    """Everything that one selection looked at; ``str()`` is for people, :meth:`as_dict` for programs.
+    """Everything that one selection considered.
 
-    ``left_out``: plug-ins of this scheme that don't work; ``notes``: what else there is to say of plug-ins;
-    ``alternatives``: where no GPU kernel fits, what the caller could ask for instead; ``tuning``: what a profile of
-    measured launch configurations has for the layer, None without one.
+    ``str()`` is for people, :meth:`as_dict` for programs.
+    Attributes:
+        scheme: Name of the scheme.
+        device: Device of the selection.
+        config: Config of the layer.
+        weight_key: Quantization of weights; None for 16 bits.
+        activation_key: Quantization of activations; None for 16 bits.
+        requested: Requested backend, or "auto".
+        candidates: All classes in order of preference.
+        chosen: The selected candidate, if any.
+        left_out: Plug-ins of this scheme that do not work.
+        notes: Other remarks on plug-ins.
+        alternatives: Changed requests that have a GPU kernel, if this one has none.
+        tuning: What a profile of measured launch configurations has for the layer; None without a profile.
     """
 
     scheme: str
@@ -122,7 +142,7 @@ class SelectionReport:
 
     @property
     def fallback(self) -> str | None:
-        """What to say where nobody asked for a loop on the host, and a GPU is to be driven by one; else None."""
+        """Warning text if a host-driven loop would run on a GPU without being requested, else None."""
         if self.chosen is None or self.requested != "auto" or not self.device.is_gpu or self.chosen.is_kernel:
             return None
         slow = f"no GPU kernel fits on {self.device}: {self.chosen.backend} runs the layer as a loop driven by the host"
@@ -132,7 +152,7 @@ class SelectionReport:
 
     @property
     def closest(self) -> tuple[Candidate, ...]:
-        """Candidates with the fewest reasons against them; of the backend that was asked for, where one was."""
+        """Candidates with the fewest reasons against them, limited to the requested backend."""
         asked = [c for c in self.candidates if c.answers_to(self.requested)]
         best = one_of_each([c for c in asked if c.takes_keys] or asked)
         fewest = min((len(c.reasons) for c in best), default=0)
@@ -162,7 +182,7 @@ class SelectionReport:
         return "\n".join(lines)
 
     def _lines(self, backend: str, candidates: tuple[Candidate, ...]) -> Iterator[str]:
-        """A line per class; classes made for other keys share one where a class beside them takes these."""
+        """Yield a line per class; classes for other keys share a line if another class takes these."""
         shown = [c for c in candidates if c.takes_keys] or list(candidates)
         for candidate in shown:
             mark = "->" if candidate is self.chosen else "ok" if candidate.fits else "no"
@@ -176,7 +196,7 @@ class SelectionReport:
             yield f"     {backend} for other quant keys: {', '.join(others)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form, every reason of every candidate."""
+        """Return a JSON-ready dict with every reason of every candidate."""
         return {
             "scheme": self.scheme,
             "device": self.device.arch,
@@ -215,13 +235,25 @@ class SelectionReport:
 
 
 def one_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Of each backend the class with the fewest reasons against it."""
+    """Return the class with the fewest reasons against it for each backend.
+
+    Args:
+        candidates: Candidates, grouped by backend.
+
+    Returns:
+        One candidate per backend.
+    """
     groups = groupby(candidates, lambda candidate: candidate.backend)
     return [min(group, key=lambda candidate: len(candidate.reasons)) for _, group in groups]
 
 
 class SelectionError(MoEError, RuntimeError):
-    """No selection; ``report`` holds every candidate with every reason."""
+    """No backend was selected; ``report`` has every candidate with every reason.
+
+    Args:
+        message: Text of the error.
+        report: Report of the selection.
+    """
 
     def __init__(self, message: str, report: SelectionReport) -> None:
         super().__init__(message, details=str(report))
@@ -229,23 +261,27 @@ class SelectionError(MoEError, RuntimeError):
 
 
 class NoBackendError(SelectionError, NotImplementedError):
-    """Nothing that is installed fits the request."""
+    """No installed backend fits the request."""
 
 
 class BackendRefusedError(SelectionError, ValueError):
-    """The backend that was asked for by name does not fit, and is never replaced."""
+    """The requested backend does not fit, and is never replaced by another."""
 
 
 class UnknownBackendError(SelectionError, ConfigError):
-    """No installed backend has the name that was asked for."""
+    """No installed backend has the requested name."""
 
 
 @dataclass(frozen=True)
 class Selection:
     """The decision: a backend, its experts class, and the report that explains it.
 
-    It unpacks as ``backend, experts = selection``.  ``backend`` is a member of the scheme's enum, which is a string, or
-    the name of another package's backend.
+    It unpacks as ``backend, experts = selection``.
+
+    Attributes:
+        backend: Member of the scheme's enum, which is a string, or the name of another package's backend.
+        experts: Experts class.
+        report: Report of the selection.
     """
 
     backend: str
@@ -257,21 +293,32 @@ class Selection:
 
     @property
     def config(self) -> FusedMoEConfig:
+        """Config of the layer."""
         return self.report.config
 
     @property
     def device(self) -> DeviceInfo:
+        """Device of the selection."""
         return self.report.device
 
     @property
     def weight_key(self) -> QuantKey | None:
+        """Quantization of weights; None for 16 bits."""
         return self.report.weight_key
 
     @property
     def activation_key(self) -> QuantKey | None:
+        """Quantization of activations; None for 16 bits."""
         return self.report.activation_key
 
 
 def key_name(key: QuantKey | None) -> str | None:
-    """What ``key_by_name`` reads, the description where it has no name, None for 16-bit."""
+    """Return the name of a key that ``key_by_name`` accepts.
+
+    Args:
+        key: Key, or None for 16 bits.
+
+    Returns:
+        The name, the description of a key without a name, or None for 16 bits.
+    """
     return None if key is None else name_of_key(key)

@@ -1,1 +1,1 @@
-"""What a layer is, as values: quant keys, configs, device, weights, activation, routing."""
+"""Layer specification as values: quant keys, configs, device, weights, routing."""

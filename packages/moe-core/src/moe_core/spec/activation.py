@@ -1,7 +1,7 @@
 """Activations between the two matrix products of an expert, and their parameters.
 
-A gated activation takes ``[..., 2N]``, gate ``g`` in the first half and up ``u`` in the second, and gives
-``[..., N]``; a ``*_NO_MUL`` one takes and gives ``[..., N]``.  With sigma the logistic function and L the limit:
+A gated activation maps ``[..., 2N]`` to ``[..., N]``: the first half is the gate ``g``, the second half is up ``u``.
+A ``*_NO_MUL`` activation maps ``[..., N]`` to ``[..., N]``. With sigma the logistic function and L the limit:
 
 =============  ==========================================================================================
 SILU           ``silu(g) * u``, silu(g) = g sigma(g) (SwiGLU, arXiv:2002.05202)
@@ -13,13 +13,13 @@ SWIGLUSTEP     ``min(silu(g), L) * clamp(u, -L, L)`` (Step-3: L 7)
 SITU           ``beta tanh(g / beta) sigma(g) * l(u)``, l(u) = L tanh(u / L), or u where there is no limit (Kimi K3)
 =============  ==========================================================================================
 
-Wherever the table does not use L itself, a limit clamps the inputs first: ``g = min(g, L)``, ``u = clamp(u, -L, L)``
-(DeepSeek-style ``swiglu_limit``; part of SWIGLUOAI's definition).  The order is always gate, then up; checkpoints
-that interleave the two (gpt-oss) are put in order when they are read.
+If the formula does not contain L, a limit clamps the inputs first: ``g = min(g, L)``, ``u = clamp(u, -L, L)``
+(DeepSeek-style ``swiglu_limit``; part of SWIGLUOAI's definition). The order is always gate, then up. Checkpoints that
+interleave the two (gpt-oss) are reordered when they are read.
 
-Every implementation computes in float32 and keeps the relative precision of a small gate or up.  One formula cancels in
-kernels: the ``1 + erf`` of GELU, whose error for negative gates is relative to ``g u``, not to the result.  The result
-is rounded to the layer's dtype: float16 makes what exceeds 65504 infinite and what is below 3e-8 zero.
+Every implementation computes in float32 and keeps the relative precision of a small gate or up. The exception is the
+``1 + erf`` of GELU, which cancels in kernels: its error for negative gates is relative to ``g u``, not to the result.
+The result is rounded to the layer's dtype: in float16, values above 65504 become Inf and values below 3e-8 become 0.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ from moe_core.errors import ConfigError, TensorError, check_instance, check_tens
 
 @dataclass(frozen=True)
 class ActivationParams:
-    """Parameters of an activation; None stands for the activation's default.
+    """Parameters of an activation; None selects the activation's default.
 
-    ``limit`` may be ``math.inf`` to say "none" where the default is a number.
+    Attributes:
+        alpha: Slope of the sigmoid (SWIGLUOAI).
+        beta: Offset of up (SWIGLUOAI) or scale of the tanh (SITU).
+        limit: Clamp limit L; ``math.inf`` means no limit where the default is a number.
     """
 
     alpha: float | None = None
@@ -57,7 +60,10 @@ class ActivationParams:
 
 
 class MoEActivation(Enum):
-    """The activation of a fused MoE layer; formulas in the module docstring.  Values are the field's names."""
+    """Activation of a fused MoE layer; the module docstring has the formulas.
+
+    Values are the lowercase names.
+    """
 
     SILU = "silu"
     GELU = "gelu"
@@ -71,16 +77,16 @@ class MoEActivation(Enum):
     GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
     RELU2_NO_MUL = "relu2_no_mul"
 
-    #: Engines distinguish gate and up interleaved from one after the other; here it is always the latter.
+    #: Engines distinguish interleaved from stacked gate and up; here they are always stacked.
     SWIGLUOAI_UNINTERLEAVE = "swigluoai"  # noqa: PIE796
 
     def __repr__(self) -> str:
-        # evaluates back, so that the repr of a config does
+        # The repr evaluates back, as the repr of a config requires.
         return str(self)
 
     @property
     def is_gated(self) -> bool:
-        """Whether the input holds gate and up (2N columns) or one value per output."""
+        """Whether the input has gate and up (2N columns) instead of one value per output."""
         return not self.value.endswith("_no_mul")
 
     @property
@@ -91,7 +97,17 @@ class MoEActivation(Enum):
 
     @staticmethod
     def parse(name: str | MoEActivation) -> MoEActivation:
-        """The activation of that name: a value of this enum, a member's name, or an alias that configs use."""
+        """Look up an activation by name.
+
+        Args:
+            name: A member of this enum, a member's value, or an alias that model configs use.
+
+        Returns:
+            The activation.
+
+        Raises:
+            ConfigError: ``name`` is unknown or not a string.
+        """
         if isinstance(name, MoEActivation):
             return name
         if not isinstance(name, str):
@@ -105,13 +121,22 @@ class MoEActivation(Enum):
             raise ConfigError(f"unknown activation {name!r}{meant}", details=f"known: {', '.join(known)}") from None
 
     def default_params(self) -> ActivationParams:
-        """The parameters that the activation's source defines; None where it has no such parameter."""
+        """Return the parameters that the activation's source defines, None for those it lacks."""
         return _DEFAULTS.get(self, ActivationParams())
 
     def resolve_params(self, params: ActivationParams | None) -> ActivationParams:
-        """``params`` with defaults in place of None; :class:`ConfigError` for one that the activation has not.
+        """Replace None in ``params`` with the activation's defaults.
 
-        Resolving what is resolved changes nothing.
+        Resolving resolved parameters changes nothing.
+
+        Args:
+            params: The given parameters; None: all defaults.
+
+        Returns:
+            The resolved parameters.
+
+        Raises:
+            ConfigError: A parameter is set that the activation does not have, or SITU's beta is 0.
         """
         check_instance("params", params, ActivationParams, type(None))
         default = self.default_params()
@@ -127,7 +152,7 @@ class MoEActivation(Enum):
         return ActivationParams(
             alpha=default.alpha if params.alpha is None else params.alpha,
             beta=default.beta if params.beta is None else params.beta,
-            # where the default is a number, "none" stays math.inf: resolving once more must not bring the number back
+            # Where the default is a number, "no limit" stays math.inf: resolving again must not restore the number.
             limit=None if limit == math.inf and default.limit is None else limit,
         )
 
@@ -150,9 +175,21 @@ _DEFAULTS = {
 
 
 def apply_moe_activation(activation: MoEActivation, x: Tensor, params: ActivationParams | None = None) -> Tensor:
-    """``activation`` of ``x [..., 2N]`` (gated) or ``[..., N]`` -> ``[..., N]``, in ``x``'s dtype.
+    """Apply an activation to a tensor.
 
-    Computed in float32 (float64 for float64) and rounded once at the end.  A NaN input gives NaN.
+    The computation is in float32 (float64 for float64), rounded once at the end. NaN inputs give NaN.
+
+    Args:
+        activation: The activation.
+        x: ``[..., 2N]`` if the activation is gated, else ``[..., N]``; float64, float32, bfloat16 or float16.
+        params: Activation parameters; None: the defaults.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``.
+
+    Raises:
+        TensorError: ``x`` has an invalid dtype, or an odd number of columns with a gated activation.
+        ConfigError: ``params`` does not fit the activation.
     """
     check_instance("activation", activation, MoEActivation)
     check_tensor("x", x)
@@ -178,11 +215,11 @@ def _within(x: Tensor, limit: float | None) -> Tensor:
 
 
 def _plain(activation: MoEActivation, x: Tensor) -> Tensor:
-    """The non-linear function itself, without limit and gate."""
+    """Apply the nonlinear function without limit and gate."""
     name = activation.value.removesuffix("_no_mul")
     if name == "silu":
         return torch.nn.functional.silu(x)
-    # torch's own gelu adds 1 to a number near -1 where x is negative, and so loses what is left of it
+    # torch's own gelu computes 1 + erf, which cancels for negative x and loses precision.
     if name == "gelu":
         return 0.5 * x * torch.erfc(-math.sqrt(0.5) * x)
     if name == "gelu_tanh":

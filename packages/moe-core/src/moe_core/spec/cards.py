@@ -1,15 +1,15 @@
-"""Figures of GPUs as data: memory, its bandwidth, rates of dense matrix products.
+"""GPU specifications: memory, memory bandwidth and dense matrix-product rates.
 
 Rates are of dense products in TFLOP/s (a multiply-add is two operations), as the vendor's data sheet states them
-without sparsity; GeForce and Jetson: with float32 accumulation.  Sources, by card:
+without sparsity; for GeForce and Jetson with float32 accumulation. Sources, by card:
 
-- V100, T4, A10, A10G, A30, A40, A100, A800, L4, L20, L40, L40S, H20, H100, H800, H200, B200, B300, GH200, GB200, GB300,
-  RTX A6000, RTX 6000 Ada, RTX PRO 6000, Orin, Thor, GB10: NVIDIA's product data sheets
+- V100, T4, A10, A10G, A30, A40, A100, A800, L4, L20, L40, L40S, H20, H100, H800, H200, B200, B300, GH200, GB200,
+  GB300, RTX A6000, RTX 6000 Ada, RTX PRO 6000, Orin, Thor, GB10: NVIDIA's product data sheets
 - RTX 2080 Ti, 3090, 4090, 5080, 5090: NVIDIA's architecture white papers (Turing, Ampere GA102, Ada, RTX Blackwell)
 - MI100 … MI355X, RX 7900 XTX, RX 9070 XT: AMD's product data sheets; MI250: one of its two dies
 
-Memory is what systems with the card have, which may be less than what is soldered on.  Bandwidth is the memory clock
-times the bus width, which the driver states too.
+Memory is the capacity that systems with the card report, which may be less than what is installed. Bandwidth is the
+memory clock times the bus width, which the driver reports too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-#: words of a driver's name that say in which form a card comes
+#: Words in driver names that describe the form factor of a card.
 _FORM = r"sxm\d?|pcie|nvl|hbm\de?|\d+gb|blackwell|server|workstation|edition|max|q|generation"
 
 
@@ -28,14 +28,14 @@ class Card:
     """One GPU model.
 
     Attributes:
-        name: As ``--device`` takes it.
+        name: Name as ``--device`` accepts it.
         arch: "sm90", "gfx942" …
-        multiprocessors: Of one die, where torch sees two devices.
+        multiprocessors: Number of SMs or compute units; of one die if torch sees two devices.
         l2_mib: L2 cache in MiB.
         memory_gib: Memory in GiB.
-        bandwidth: Of the memory, in GB/s.
-        rates: TFLOP/s of dense products by operand type: "bf16" (or float16), "fp8", "int8", "fp4"; types that the card
-            does not multiply are missing.
+        bandwidth: Memory bandwidth in GB/s.
+        rates: TFLOP/s of dense products by operand type: "bf16" (or float16), "fp8", "int8", "fp4". Types that the
+            card cannot multiply are missing.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Card:
     rates: Mapping[str, float]
 
     def rate(self, operand: str) -> tuple[str, float] | None:
-        """The rate at which operands of a type are multiplied.
+        """Get the rate of dense products for an operand type.
 
         Args:
             operand: "bf16", "fp8", "int8" or "fp4".
 
         Returns:
-            The type in which the card multiplies them, a wider one where it has no such product, and operations/s;
-            None where no rate is known.
+            The type that the card multiplies in, which is wider if it has no such product, and operations/s; None if
+            no rate is known.
         """
         wider = {"fp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16"), "int8": ("int8", "bf16")}
         found = next((kind for kind in wider.get(operand, ("bf16",)) if kind in self.rates), None)
@@ -62,7 +62,7 @@ class Card:
 
     @property
     def rates_by_bits(self) -> dict[int, float]:
-        """Operations/s by the bits of the operands."""
+        """Operations/s by operand width in bits."""
         wide = {16: self.rates["bf16"], 8: max(self.rates.get("fp8", 0.0), self.rates.get("int8", 0.0))}
         wide |= {4: self.rates["fp4"]} if "fp4" in self.rates else {}
         return {bits: rate * 1e12 for bits, rate in wide.items() if rate}
@@ -136,18 +136,25 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 
 
 def plain_name(text: str) -> str:
-    """A card's name without the vendor's words and without the form that it comes in ("NVIDIA H100 NVL": "h100")."""
+    """Strip vendor and form factor from a card's name ("NVIDIA H100 NVL": "h100").
+
+    Args:
+        text: Name as users or drivers write it.
+
+    Returns:
+        The plain name in lower case.
+    """
     return _without_vendor("".join(word for word in _words(text) if not re.fullmatch(_FORM, word)))
 
 
 def card_of(text: str) -> Card | None:
-    """The card of a name.
+    """Look up a card by name.
 
     Args:
-        text: As users or drivers write it: "h200", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
+        text: Name as users or drivers write it: "h200", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
 
     Returns:
-        The card, of a form that differs ("h100-pcie", "a100-40gb") where one is named; None for an unknown name.
+        The card, in the named form factor if that has an entry ("h100-pcie", "a100-40gb"); None for an unknown name.
     """
     name = plain_name(text)
     forms = (f"{name}-{word}" for word in _words(text))

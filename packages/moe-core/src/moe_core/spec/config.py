@@ -1,7 +1,7 @@
-"""What a fused MoE layer is, apart from its weights.
+"""Description of a fused MoE layer, without its weights.
 
-Both dataclasses are frozen and hashable, and their ``repr`` evaluates back.  Enums, dtypes and routing methods may be
-given by name ("batched", "bfloat16", "Renormalize").
+The configuration dataclasses are frozen and hashable, and ``eval(repr(config))`` gives an equal object. Enums, dtypes
+and routing methods may be passed by name ("batched", "bfloat16", "Renormalize").
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from moe_core.spec.routing import RoutingConfig, RoutingMethodType
 
 
 class FusedMoEActivationFormat(str, Enum):
-    """How hidden states reach the experts.
+    """Layout of the hidden states that reach the experts.
 
-    STANDARD: ``[M, K]`` with ``topk_ids [M, k]``.
-    BATCHED: ``[E_local, T_max, K]`` with ``expert_num_tokens [E_local]``.
+    Attributes:
+        STANDARD: ``[M, K]`` with ``topk_ids [M, k]``.
+        BATCHED: ``[E_local, T_max, K]`` with ``expert_num_tokens [E_local]``.
     """
 
     STANDARD = "standard"
@@ -33,7 +34,17 @@ class FusedMoEActivationFormat(str, Enum):
 
     @staticmethod
     def parse(name: object) -> FusedMoEActivationFormat:
-        """The format of that name.  Raises ConfigError for another."""
+        """Look up an activation format by name.
+
+        Args:
+            name: A value of this enum ("standard", "batched") in any case, or a member.
+
+        Returns:
+            The format.
+
+        Raises:
+            ConfigError: ``name`` is unknown.
+        """
         try:
             return FusedMoEActivationFormat(name.lower() if isinstance(name, str) else name)
         except ValueError:
@@ -43,7 +54,7 @@ class FusedMoEActivationFormat(str, Enum):
             ) from None
 
 
-#: dtypes of hidden states, by what users call them
+#: Dtypes of hidden states, by the names that users pass.
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -56,7 +67,17 @@ _DTYPES = {
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype of hidden states, itself or by name ("bfloat16", "bf16", "torch.bfloat16").  Raises ConfigError."""
+    """Convert a dtype of hidden states, given as such or by name, to a ``torch.dtype``.
+
+    Args:
+        dtype: bfloat16, float16 or float32, or a name ("bfloat16", "bf16", "torch.bfloat16").
+
+    Returns:
+        The dtype.
+
+    Raises:
+        ConfigError: ``dtype`` is not one of these.
+    """
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype.lower().removeprefix("torch."), dtype)
     if not (isinstance(dtype, torch.dtype) and dtype in _DTYPES.values()):
@@ -64,12 +85,24 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return dtype
 
 
-#: sizes are numbers of 32 bits in kernels
+#: Largest size: kernels hold sizes in signed 32-bit integers.
 LARGEST = 2**31 - 1
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
-    """``value`` as a plain integer of at least ``least``; ConfigError for anything else, a bool or a float too."""
+    """Convert ``value`` to a plain integer from ``least`` to :data:`LARGEST`.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: The value to convert.
+        least: Smallest valid value.
+
+    Returns:
+        The integer.
+
+    Raises:
+        ConfigError: ``value`` is out of range or not an integer; bools and floats are rejected too.
+    """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -82,7 +115,13 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 
 class TokenSharing(str, Enum):
-    """Which ranks of a layer bring the same tokens: ALL, those of an expert-parallel rank (EP_RANK), or NONE."""
+    """Which ranks of a layer hold the same input tokens.
+
+    Attributes:
+        ALL: All ranks of the layer.
+        EP_RANK: The tensor-parallel ranks of one expert-parallel rank.
+        NONE: No ranks; each has different tokens.
+    """
 
     ALL = "all"
     EP_RANK = "ep_rank"
@@ -91,11 +130,18 @@ class TokenSharing(str, Enum):
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
-    """How one MoE layer is spread over ranks.
+    """Distribution of one MoE layer over ranks.
 
-    ``tp``: the intermediate size is cut; ``ep``: the experts are spread; ``dp``: how many different batches of tokens
-    there are.  The layer has ``tp_size * ep_size`` ranks, in the order of ``ep_rank * tp_size + tp_rank``.
-    ``all2all_backend`` names what moves tokens between them: the ``name`` of a prepare/finalize class.
+    The layer has ``tp_size * ep_size`` ranks, ordered by ``ep_rank * tp_size + tp_rank``.
+
+    Attributes:
+        tp_size: Number of tensor-parallel shards of the intermediate size.
+        tp_rank: Tensor-parallel rank of this process.
+        dp_size: Number of different token batches.
+        dp_rank: Index of the batch of this rank.
+        ep_size: Number of ranks that the experts are distributed over.
+        ep_rank: Expert-parallel rank of this process.
+        all2all_backend: ``name`` of the prepare/finalize class that moves tokens between ranks.
     """
 
     tp_size: int = 1
@@ -117,32 +163,39 @@ class FusedMoEParallelConfig:
 
     @staticmethod
     def make_no_parallel() -> FusedMoEParallelConfig:
+        """Make the config of a layer on a single rank."""
         return FusedMoEParallelConfig()
 
     @property
     def use_ep(self) -> bool:
+        """Whether experts are distributed over several ranks."""
         return self.ep_size > 1
 
     @property
     def use_all2all_kernels(self) -> bool:
-        """Whether tokens cross ranks before and after the experts: those that share experts, or columns of one, have
-        different tokens.
+        """Whether tokens cross ranks before and after the experts.
+
+        They do if ranks that share experts, or columns of one expert, have different tokens.
         """
         return self.world_size > 1 and self.dp_size > 1
 
     @property
     def world_size(self) -> int:
-        """Ranks of the layer."""
+        """Number of ranks of the layer."""
         return self.tp_size * self.ep_size
 
     @property
     def rank(self) -> int:
-        """This rank's number among those of the layer."""
+        """Index of this rank within the layer."""
         return self.ep_rank * self.tp_size + self.tp_rank
 
     @property
     def token_sharing(self) -> TokenSharing:
-        """Which ranks bring the same tokens.  Raises ConfigError for a ``dp_size`` or ``dp_rank`` that means none."""
+        """Which ranks hold the same input tokens.
+
+        Raises:
+            ConfigError: ``dp_size`` or ``dp_rank`` does not correspond to any :class:`TokenSharing` mode.
+        """
         known = {
             self.world_size: (TokenSharing.NONE, self.rank),
             self.ep_size: (TokenSharing.EP_RANK if self.tp_size > 1 else TokenSharing.NONE, self.ep_rank),
@@ -171,7 +224,21 @@ class FusedMoEParallelConfig:
         dp_size: int = 1,
         all2all_backend: str = "allgather_reducescatter",
     ) -> FusedMoEParallelConfig:
-        """The config of a rank of the layer by its number.  Raises ConfigError."""
+        """Make the config of one rank from its index within the layer.
+
+        Args:
+            rank: Index from 0 to ``tp_size * ep_size - 1``.
+            tp_size: Number of tensor-parallel shards.
+            ep_size: Number of expert-parallel ranks.
+            dp_size: Number of different token batches.
+            all2all_backend: ``name`` of the prepare/finalize class that moves tokens between ranks.
+
+        Returns:
+            The config of that rank.
+
+        Raises:
+            ConfigError: A size or the rank is invalid.
+        """
         sizes = whole_number("tp_size", tp_size), whole_number("ep_size", ep_size)
         dp_size = whole_number("dp_size", dp_size)
         rank = whole_number("rank", rank, 0)
@@ -186,19 +253,29 @@ class FusedMoEParallelConfig:
 
 @dataclass(frozen=True)
 class FusedMoEConfig:
-    """One MoE layer.
+    """Configuration of one MoE layer.
 
-    - ``num_experts`` E over all ranks, ``num_local_experts`` on this one (default: E / ep_size)
-    - ``top_k`` experts per token
-    - ``hidden_size`` K and ``intermediate_size`` N per expert, on this rank
-    - ``dtype`` of hidden states and output
-    - ``activation_params``: alpha, beta and clamp limit; default: those of the activation
-    - ``routing``: how logits become weights; needed where the layer or a monolithic kernel routes
-    - ``has_bias``: w13 and w2 carry biases ``[E, 2N]`` and ``[E, K]``
-    - ``apply_router_weight_on_input``: weight x instead of the expert's output (top_k must be 1)
-    - ``activation_format`` that prepare hands to the experts; ``max_num_tokens`` per rank bounds it when batched
-    - ``is_lora_enabled``, ``batch_invariant``: only backends that claim so are taken
-    - ``max_loras`` adapters of rank ``max_lora_rank`` at most are there at the same time, with ``is_lora_enabled``
+    Attributes:
+        num_experts: Number of experts E over all ranks.
+        top_k: Number of experts per token.
+        hidden_size: Hidden size K, on this rank.
+        intermediate_size: Intermediate size N per expert, on this rank.
+        activation: Activation between the two matrix products, or its name.
+        dtype: Dtype of hidden states and output.
+        num_local_experts: Number of experts on this rank; default ``num_experts / ep_size``.
+        activation_params: Alpha, beta and clamp limit; default: those of the activation.
+        routing: How router logits become expert weights. Required if the layer or a monolithic kernel does the
+            routing.
+        parallel: Distribution of the layer over ranks.
+        has_bias: Whether w13 and w2 have biases ``[E, 2N]`` and ``[E, K]``.
+        apply_router_weight_on_input: Multiply x by the router weight instead of the expert's output; requires
+            ``top_k`` 1.
+        activation_format: Layout of the hidden states that prepare passes to the experts.
+        max_num_tokens: Maximum number of tokens per rank in the batched format.
+        is_lora_enabled: Select only backends that claim LoRA support.
+        batch_invariant: Select only backends that claim batch invariance.
+        max_loras: Maximum number of adapters present at the same time, with ``is_lora_enabled``.
+        max_lora_rank: Maximum rank of an adapter, with ``is_lora_enabled``.
     """
 
     num_experts: int
@@ -220,7 +297,7 @@ class FusedMoEConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
 
-    if TYPE_CHECKING:  # the fields, some of which may be given by name
+    if TYPE_CHECKING:  # Declares the fields, some of which accept names.
 
         def __init__(
             self,
@@ -286,19 +363,20 @@ class FusedMoEConfig:
 
     @property
     def local_experts(self) -> int:
-        """Experts whose weights this rank holds."""
+        """Number of experts whose weights this rank holds."""
         return self.num_local_experts if self.num_local_experts is not None else self.num_experts
 
     @property
     def is_gated(self) -> bool:
+        """Whether the activation is gated."""
         return self.activation.is_gated
 
     @property
     def params(self) -> ActivationParams:
-        """Parameters of the activation: those given, its defaults for the others."""
+        """Activation parameters: the given ones, with the activation's defaults for the rest."""
         return self.activation.resolve_params(self.activation_params)
 
     @property
     def w13_rows(self) -> int:
-        """Rows of w13: 2N with a gate, else N."""
+        """Number of rows of w13: 2N for a gated activation, else N."""
         return self.intermediate_size * (2 if self.is_gated else 1)

@@ -1,4 +1,4 @@
-"""Devices as data: what a kernel must know of a GPU, also of one that is not here."""
+"""Device properties as data, including GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from moe_core.spec.cards import Card, card_of, plain_name
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device.
+    """Properties of one device. Numbers are 0 if unknown.
 
-    ``kind`` is "cuda", "hip", "xpu" or "cpu"; ``arch`` is "sm90", "gfx950", "cpu" ….
-    ``shared_memory`` is the most that one block can have, in bytes;
-    ``memory`` in bytes, ``bandwidth`` of it in GB/s; 0 where unknown.
+    Attributes:
+        kind: "cuda", "hip", "xpu" or "cpu".
+        arch: "sm90", "gfx950", "cpu" ….
+        name: Name of the product.
+        multiprocessors: Number of SMs or compute units.
+        shared_memory: Maximum shared memory per block in bytes.
+        l2_cache: L2 cache in bytes.
+        memory: Memory in bytes.
+        bandwidth: Memory bandwidth in GB/s.
     """
 
     kind: str
@@ -32,17 +38,18 @@ class DeviceInfo:
 
     @property
     def capability(self) -> int:
-        """Compute capability as one number (90 for sm_90); 0 for what is no NVIDIA GPU."""
+        """Compute capability as one number (90 for sm_90); 0 for devices other than NVIDIA GPUs."""
         match = re.fullmatch(r"sm(\d+)", self.arch)
         return int(match.group(1)) if match and self.kind == "cuda" else 0
 
     @property
     def is_gpu(self) -> bool:
+        """Whether the device is not the CPU."""
         return self.kind != "cpu"
 
     @property
     def supports_fp8(self) -> bool:
-        """Whether the tensor cores read e4m3fn operands."""
+        """Whether the tensor cores accept e4m3fn operands."""
         return self.capability >= 89 or self.arch in ("gfx950",)
 
     def __str__(self) -> str:
@@ -50,10 +57,19 @@ class DeviceInfo:
 
     @staticmethod
     def parse(text: str) -> DeviceInfo:
-        """A device by architecture, or by the name of a card: ``sm90``, ``sm_90a``, ``gfx942``, ``h200``, ``rtx4090`` …
+        """Look up a device by architecture or product name.
 
-        The name may be the driver's, "NVIDIA A100-SXM4-80GB"; figures are those of the usual card of that name.
-        Any ``smXX`` or ``gfxXXX`` is a device; what is not known of it is 0.  Raises ConfigError for another name.
+        Driver names such as "NVIDIA A100-SXM4-80GB" work too; the figures are those of the usual card of that name.
+        Any ``smXX`` or ``gfxXXX`` is accepted; unknown figures are 0.
+
+        Args:
+            text: ``sm90``, ``sm_90a``, ``gfx942``, ``h200``, ``rtx4090`` …
+
+        Returns:
+            The device.
+
+        Raises:
+            ConfigError: The name is unknown.
         """
         if not isinstance(text, str):
             raise ConfigError(f"a device is a name (sm90, gfx942, h200, cpu), got {text!r}")
@@ -74,7 +90,17 @@ class DeviceInfo:
 
     @staticmethod
     def current(device: torch.device | str | None = None) -> DeviceInfo:
-        """The device that torch would use, or the given one.  Raises ConfigError for one that is not here."""
+        """Describe the given device, or the one that torch would use.
+
+        Args:
+            device: A device of this machine; None: the GPU if there is one, else the CPU.
+
+        Returns:
+            The device.
+
+        Raises:
+            ConfigError: The device does not exist here.
+        """
         device = as_torch_device(device)
         if device.type == "cpu":
             return _KNOWN["cpu"]
@@ -109,15 +135,22 @@ class DeviceInfo:
             properties.shared_memory_per_block_optin,
             properties.L2_cache_size,
             properties.total_memory,
-            # kHz, and bits that move twice in a period
+            # Clock in kHz; two transfers per clock cycle.
             properties.memory_clock_rate * properties.memory_bus_width // 4_000_000,
         )
 
 
 def as_torch_device(device: torch.device | str | None = None) -> torch.device:
-    """A device of this machine by what users pass; None: the GPU where there is one, else the CPU.
+    """Convert a device argument to a ``torch.device``.
 
-    Raises ConfigError for what torch does not take as one.
+    Args:
+        device: A device or its name; None: the GPU if there is one, else the CPU.
+
+    Returns:
+        The torch device.
+
+    Raises:
+        ConfigError: torch does not accept ``device``.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,7 +173,7 @@ def _sm(number: int, multiprocessors: int, shared_kib: int, l2_mib: int, memory_
 
 
 def _of_sm(number: int) -> DeviceInfo:
-    """The architecture of that number; one that is not known is like the next older one of its generation."""
+    """Device of an SM version; an unknown one is like the next older one of its generation."""
     if f"sm{number}" in _KNOWN:
         return _KNOWN[f"sm{number}"]
     older = [n for n in range(number // 10 * 10, number) if f"sm{n}" in _KNOWN]
@@ -152,7 +185,7 @@ def _gfx(arch: str, compute_units: int, shared_kib: int, l2_mib: int, memory_gib
     return DeviceInfo("hip", arch, arch, compute_units, shared_kib << 10, l2_mib << 20, memory_gib << 30)
 
 
-# one typical product per architecture; shared memory is the architecture's limit per block
+# One typical product per architecture. Shared memory is the architecture's limit per block.
 _KNOWN: dict[str, DeviceInfo] = {
     "cpu": DeviceInfo("cpu", "cpu", "cpu"),
     "sm70": _sm(70, 80, 96, 6, 32),
@@ -186,15 +219,19 @@ def _of_card(card: Card) -> DeviceInfo:
     )
 
 
-#: the cards of :mod:`moe_core.spec.cards`, by name
+#: The cards of :mod:`moe_core.spec.cards`, by name.
 CARDS: dict[str, DeviceInfo] = {name: _of_card(card) for name, card in cards.CARDS.items()}
 
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """Devices that a backend claims: a kind, and bounds on the compute capability or a list of architectures.
+    """Set of devices that a backend supports.
 
-    ``kind`` "any" takes every device that torch runs on.
+    Attributes:
+        kind: Kind of device; "any": every device that torch runs on.
+        min: Lowest compute capability, for "cuda".
+        max: Highest compute capability, for "cuda".
+        archs: The supported architectures; empty: all.
     """
 
     kind: str
@@ -203,7 +240,14 @@ class DeviceRange:
     archs: tuple[str, ...] = ()
 
     def reason_against(self, device: DeviceInfo) -> str | None:
-        """Why ``device`` is outside, or None if it is inside."""
+        """Explain why ``device`` is not in the range.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The reason, or None if the device is in the range.
+        """
         if self.kind == "any":
             return None
         if device.kind != self.kind:
@@ -226,20 +270,35 @@ class DeviceRange:
 
 
 def cuda(min: int = 0, max: int = 10_000) -> DeviceRange:
-    """NVIDIA GPUs of compute capability ``min`` to ``max`` (90 for sm_90)."""
+    """Range of NVIDIA GPUs by compute capability.
+
+    Args:
+        min: Lowest capability, e.g. 90 for sm_90.
+        max: Highest capability.
+
+    Returns:
+        The range.
+    """
     return DeviceRange("cuda", min, max)
 
 
 def hip(*archs: str) -> DeviceRange:
-    """AMD GPUs of the named architectures, e.g. ``hip("gfx942", "gfx950")``."""
+    """Range of AMD GPUs by architecture, e.g. ``hip("gfx942", "gfx950")``.
+
+    Args:
+        *archs: The architectures.
+
+    Returns:
+        The range.
+    """
     return DeviceRange("hip", archs=archs)
 
 
 def cpu() -> DeviceRange:
-    """The CPU."""
+    """Range that contains the CPU only."""
     return DeviceRange("cpu")
 
 
 def any_device() -> DeviceRange:
-    """Every device that torch itself runs on."""
+    """Range of every device that torch runs on."""
     return DeviceRange("any")

@@ -1,4 +1,7 @@
-"""What is installed, as a value, so that selection stays a pure function; the switch for checks of values."""
+"""Installed software as a value, which keeps backend selection a pure function.
+
+Also the switch for value checks (``MOE_CHECK``) and version helpers.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ from moe_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Requirement:
-    """A module that a backend needs at run time.
+    """Python module that a backend needs at run time.
 
-    ``module`` to import, ``distribution`` that brings it, the lowest ``version`` that
-    works, and the pip requirement that adds it.  ``copies``: modules of other packages that hold the same library,
-    taken where ``module`` is not there.
+    Attributes:
+        module: Module to import.
+        distribution: Distribution that provides the module.
+        version: Lowest version that works; empty: any.
+        install: pip requirement that installs it; empty: derived from distribution and version.
+        copies: Modules of other packages that contain the same library, used if ``module`` is missing.
     """
 
     module: str
@@ -33,15 +39,23 @@ class Requirement:
 
     @property
     def to_install(self) -> str:
-        """What pip is asked for."""
+        """pip requirement that installs the module."""
         return self.install or self.distribution + (f">={self.version}" if self.version else "")
 
     @property
     def hint(self) -> str:
+        """pip command that installs the module."""
         return pip_requirements([self])
 
     def load(self) -> ModuleType:
-        """The module, imported.  Raises ConfigError where none of its places holds it."""
+        """Import the module, or the first of its copies that is installed.
+
+        Returns:
+            The module.
+
+        Raises:
+            ConfigError: Neither the module nor a copy is installed.
+        """
         for name in (self.module, *self.copies):
             if _is_there(name):
                 return importlib.import_module(name)
@@ -49,7 +63,14 @@ class Requirement:
 
 
 def pip_requirements(requirements: Iterable[Requirement]) -> str:
-    """The command that adds all ``requirements``."""
+    """Build the pip command that installs all ``requirements``.
+
+    Args:
+        requirements: The missing requirements.
+
+    Returns:
+        The command.
+    """
     return "pip install " + " ".join(dict.fromkeys(f"'{requirement.to_install}'" for requirement in requirements))
 
 
@@ -58,23 +79,41 @@ TRITON = Requirement("triton", "triton", "3.6")
 
 @dataclass(frozen=True)
 class Environment:
-    """Installed distributions and their versions (``None`` where the version is unknown)."""
+    """Installed distributions and their versions.
+
+    Attributes:
+        versions: Version by distribution; None if the version is unknown.
+    """
 
     versions: Mapping[str, str | None] = field(default_factory=dict)
 
     @staticmethod
     def current() -> Environment:
-        """What this interpreter can import; looked up once per distribution."""
+        """Return the environment of this interpreter; each distribution is looked up once."""
         return _LIVE
 
     def version(self, requirement: Requirement) -> str | None:
-        """The installed version, "" if it is there without one, None if it is missing."""
+        """Get the installed version of a requirement.
+
+        Args:
+            requirement: The requirement.
+
+        Returns:
+            The version; "" if the module is installed without a version; None if it is missing.
+        """
         if requirement.distribution in self.versions:
             return self.versions[requirement.distribution] or ""
         return None
 
     def reason_against(self, requirement: Requirement) -> str | None:
-        """Why the requirement is not met, or None."""
+        """Explain why a requirement is not met.
+
+        Args:
+            requirement: The requirement.
+
+        Returns:
+            The reason, or None if it is met.
+        """
         found = self.version(requirement)
         if found is None:
             return f"needs {requirement.distribution}, which is not installed ({requirement.hint})"
@@ -95,12 +134,12 @@ def _installed(requirement: Requirement) -> str | None:
             return importlib.metadata.version(requirement.distribution)
         except importlib.metadata.PackageNotFoundError:
             return ""
-    # a copy states no version of its own
+    # The version of a copy is unknown.
     return "" if any(map(_is_there, requirement.copies)) else None
 
 
 def _is_there(module: str) -> bool:
-    """Whether ``module`` can be found, without importing its parents."""
+    """Whether ``module`` can be found, without importing its parent packages."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not rest:
@@ -112,17 +151,22 @@ def _is_there(module: str) -> bool:
 _LIVE = _LiveEnvironment()
 
 
-#: the environment variable that has calls look at the values of their arguments
+#: Environment variable that makes calls check the values of their arguments.
 CHECK = "MOE_CHECK"
 
 
 def checks_values(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether calls look at the values of their arguments, for which the host waits for the device.
+    """Whether calls check the values of their arguments.
 
-    Read when a layer is made: calls of others ask nothing.
+    The check makes the host wait for the device.
+
+    The variable is read once, when a layer is created, so other layers pay nothing per call.
 
     Args:
-        environ: Default the process's.
+        environ: Environment variables; default: those of the process.
+
+    Returns:
+        True if ``MOE_CHECK`` is 1.
 
     Raises:
         ConfigError: ``MOE_CHECK`` is neither 0 nor 1.
@@ -134,7 +178,14 @@ def checks_values(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def distribution_version(name: str) -> str | None:
-    """The version of an installed distribution, None where it is not there."""
+    """Get the version of an installed distribution.
+
+    Args:
+        name: Name of the distribution.
+
+    Returns:
+        The version, or None if it is not installed.
+    """
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -143,5 +194,12 @@ def distribution_version(name: str) -> str | None:
 
 @functools.cache
 def parse_version(text: str) -> tuple[int, ...]:
-    """Release numbers of a version, enough to compare: "3.6.0+git1" -> (3, 6, 0)."""
+    """Parse the release numbers of a version, enough to compare: "3.6.0+git1" -> (3, 6, 0).
+
+    Args:
+        text: The version.
+
+    Returns:
+        Up to four numbers.
+    """
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:4])

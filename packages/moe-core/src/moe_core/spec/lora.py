@@ -1,12 +1,12 @@
-"""LoRA adapters of the experts: low-rank additions to both matrices, chosen per token.
+"""LoRA adapters of the experts: low-rank additions to both matrices, selected per token.
 
     z_s = xq W13[e]^T + b13[e] + (x A13[a, e]^T) B13[a, e]^T
     y_s = hq W2[e]^T  + b2[e]  + (h A2[a, e]^T) B2[a, e]^T
 
-``a`` is the adapter of the token and ``e`` the expert of its slot s; a token whose adapter is negative or at least L
-has no addition.  ``x`` and ``h`` are what the activation key quantises, before it does: adapters were trained beside
-16-bit activations.  (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; the factor alpha / r is
-part of B here.)
+``a`` is the adapter of the token and ``e`` the expert of its slot s. A token whose adapter index is negative or at
+least L gets no addition. ``x`` and ``h`` are the activations before the activation key quantizes them, because
+adapters are trained with 16-bit activations. (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021;
+the factor alpha / r is part of B here.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from moe_core.spec.tensor_record import TensorRecord
 
 
 def lora_shapes(config: FusedMoEConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of `LoRAWeights` for ``config``."""
+    """Compute the shape of each tensor of `LoRAWeights`.
+
+    Args:
+        config: Configuration of the layer.
+
+    Returns:
+        Shapes by tensor name.
+    """
     check_instance("config", config, FusedMoEConfig)
     adapters, experts, rank = config.max_loras, config.local_experts, config.max_lora_rank
     hidden, size = config.hidden_size, config.intermediate_size
@@ -40,7 +47,7 @@ def lora_shapes(config: FusedMoEConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _physical_memory() -> float:
-    """Bytes of this machine; infinity where the system does not tell."""
+    """Physical memory of the host in bytes; infinity if the operating system does not report it."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -49,15 +56,17 @@ def _physical_memory() -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoRAWeights(TensorRecord):
-    """Places for L adapters of one layer's local experts, each of rank R at most.
+    """Storage for L adapters of one layer's local experts, each of rank R at most.
 
-    - ``w13_a`` [L, E, 2R, K]: R rows for the gate, then R for the up half ([L, E, R, K] without a gate)
-    - ``w13_b`` [L, E, 2N, R]: N rows for each half, which meet that half's rows of ``w13_a``
-    - ``w2_a`` [L, E, R, N], ``w2_b`` [L, E, K, R]
+    L is the config's ``max_loras`` and R its ``max_lora_rank``. All tensors are contiguous and have the layer's
+    dtype. An adapter of a smaller rank is padded with zeros. Adapters change in place (:meth:`load`, :meth:`clear`),
+    so pointers stay valid and CUDA graphs keep working.
 
-    All in the layer's dtype and contiguous.  L is the config's ``max_loras``, R its ``max_lora_rank``; an adapter of
-    a smaller rank has zeros in the rest.  An adapter changes in place (:meth:`load`, :meth:`clear`): pointers stay,
-    so CUDA graphs go on working.
+    Attributes:
+        w13_a: [L, E, 2R, K]: R rows for the gate, then R for the up half; [L, E, R, K] without a gate.
+        w13_b: [L, E, 2N, R]: N rows for each half, which are multiplied with that half's rows of ``w13_a``.
+        w2_a: [L, E, R, N].
+        w2_b: [L, E, K, R].
     """
 
     w13_a: Tensor
@@ -67,11 +76,22 @@ class LoRAWeights(TensorRecord):
 
     @staticmethod
     def zeros(config: FusedMoEConfig, device: torch.device | str) -> LoRAWeights:
-        """Places for adapters that add nothing yet.  Raises ConfigError where ``device`` has no room for so many."""
+        """Allocate storage for adapters that add nothing yet.
+
+        Args:
+            config: Configuration of the layer.
+            device: Device of the tensors.
+
+        Returns:
+            Zero-initialized adapters.
+
+        Raises:
+            ConfigError: ``device`` does not have enough memory.
+        """
         shapes, where = lora_shapes(config), as_torch_device(device)
         size = sum(math.prod(shape) for shape in shapes.values()) * config.dtype.itemsize
         try:
-            # a system that overcommits grants any amount, and ends the process where it is written
+            # An overcommitting system grants any amount and kills the process on the first write.
             if where.type == "cpu" and size > _physical_memory():
                 raise MemoryError
             return LoRAWeights(
@@ -84,27 +104,43 @@ class LoRAWeights(TensorRecord):
             ) from error
 
     def to(self, device: torch.device | str) -> LoRAWeights:
-        """The same adapters on another device."""
+        """Copy the adapters to another device.
+
+        Args:
+            device: The target device.
+
+        Returns:
+            The adapters on ``device``.
+        """
         where = as_torch_device(device)
         return LoRAWeights(**{name: tensor.to(where) for name, tensor in self.tensors()})
 
     @property
     def num_adapters(self) -> int:
-        """L."""
+        """Number of adapters L."""
         return self.w13_a.shape[0]
 
     @property
     def rank(self) -> int:
-        """R."""
+        """Maximum rank R."""
         return self.w2_a.shape[2]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor with its name."""
+        """Iterate over the tensors as ``(name, tensor)``."""
         for item in fields(self):
             yield item.name, getattr(self, item.name)
 
     def validate(self, config: FusedMoEConfig, device: torch.device) -> None:
-        """Raise ConfigError where the config has no adapters, TensorError for a tensor that does not fit it."""
+        """Check that the layer has adapters and that every tensor fits it.
+
+        Args:
+            config: Configuration of the layer.
+            device: Device of the layer's weights.
+
+        Raises:
+            ConfigError: ``config.is_lora_enabled`` is False.
+            TensorError: A tensor does not fit the config, is on another device or is not contiguous.
+        """
         check_instance("config", config, FusedMoEConfig)
         if not config.is_lora_enabled:
             raise ConfigError(
@@ -122,11 +158,19 @@ class LoRAWeights(TensorRecord):
     def load(
         self, adapter: int, *, w13_a: Tensor, w13_b: Tensor, w2_a: Tensor, w2_b: Tensor, scaling: float = 1.0
     ) -> None:
-        """Write one adapter of rank r <= R over what its place held.
+        """Write one adapter of rank r <= R, replacing the previous one at that index.
 
-        ``w13_a`` [E, 2r, K] (without a gate [E, r, K]), ``w13_b`` [E, 2N, r], ``w2_a`` [E, r, N], ``w2_b`` [E, K, r];
-        ``scaling`` (alpha / r) multiplies B.  Raises TensorError, before anything is written, for an adapter or a shape
-        that does not fit.
+        Args:
+            adapter: Index of the adapter, 0 to L - 1.
+            w13_a: [E, 2r, K]; [E, r, K] without a gate.
+            w13_b: [E, 2N, r].
+            w2_a: [E, r, N].
+            w2_b: [E, K, r].
+            scaling: Factor alpha / r that multiplies B.
+
+        Raises:
+            TensorError: The index, a shape or a dtype is invalid. Nothing is written then.
+            ConfigError: ``scaling`` is not a finite number.
         """
         self._check_adapter(adapter)
         if type(scaling) not in (int, float) or not math.isfinite(scaling):
@@ -148,7 +192,7 @@ class LoRAWeights(TensorRecord):
             if tensor.is_meta:
                 raise TensorError(f"{name} is on the meta device: it has no values to load")
         with torch.no_grad():
-            # brought here before the first is written
+            # All transfers to the device are done before the first write.
             new_w13_a = w13_a.reshape(experts, parts, rank, hidden).to(self.w13_a)
             new_w13_b = (w13_b.float() * scaling).to(self.w13_b)
             new_w2_a, new_w2_b = w2_a.to(self.w2_a), (w2_b.float() * scaling).to(self.w2_b)
@@ -159,7 +203,14 @@ class LoRAWeights(TensorRecord):
             self.w2_b[adapter, :, :, :rank] = new_w2_b
 
     def clear(self, adapter: int) -> None:
-        """Make one adapter add nothing."""
+        """Zero one adapter, so that it adds nothing.
+
+        Args:
+            adapter: Index of the adapter, 0 to L - 1.
+
+        Raises:
+            TensorError: The index is out of range.
+        """
         self._check_adapter(adapter)
         for _, tensor in self.tensors():
             tensor[adapter].zero_()
@@ -171,9 +222,11 @@ class LoRAWeights(TensorRecord):
 
 @dataclass(frozen=True, eq=False)
 class LoRA:
-    """What the experts get: the adapters, and which of them each row of the hidden states wants.
+    """Adapters, and the adapter that each row of the hidden states selects.
 
-    ``adapter_ids`` [M] int32 (batched format: [E_local, T_max]); negative or at least L: none.
+    Attributes:
+        weights: The adapters.
+        adapter_ids: [M] int32 (batched format: [E_local, T_max]); negative or at least L selects none.
     """
 
     weights: LoRAWeights
@@ -181,9 +234,16 @@ class LoRA:
 
 
 def lora_product(x: Tensor, a: Tensor, b: Tensor, round: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-    """``(x A^T) B^T`` [m, rows] of rows ``x`` [m, cols]: ``a`` [parts * R, cols], ``b`` [rows, R], parts side by side.
+    """Compute ``(x A^T) B^T`` for ``parts`` stacked adapters.
 
-    ``round`` is applied to the values between the products, and to the result.
+    Args:
+        x: [m, cols].
+        a: [parts * R, cols].
+        b: [rows, R], with the rows of the parts stacked.
+        round: Applied to the intermediate values between the products, and to the result.
+
+    Returns:
+        [m, rows], with the parts side by side.
     """
     parts, rank = a.shape[0] // b.shape[1], b.shape[1]
     low = round(x @ a.T).view(len(x), parts, rank)

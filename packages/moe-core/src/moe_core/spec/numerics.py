@@ -1,7 +1,7 @@
-"""Element types of quantised tensors and their exact values.
+"""Element types of quantized tensors and their exact values.
 
-A :class:`QuantDtype` is the *logical* type of one element; how elements lie in
-memory (bytes, packed words, order) is :class:`moe_core.spec.quant_key.Packing`.
+A :class:`QuantDtype` is the *logical* type of one element. :class:`moe_core.spec.quant_key.Packing` describes how
+elements are stored (bytes, packed words, order).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_core.errors import check_tensor
 
 
 class NumberKind(str, Enum):
-    """What the bits of an element mean."""
+    """Interpretation of the bits of an element."""
 
     FLOAT = "float"
     INT = "int"  # two's complement
@@ -27,9 +27,13 @@ class NumberKind(str, Enum):
 class QuantDtype:
     """One logical element type.
 
-    ``bits`` per element; ``max_value``/``min_value`` are the largest and
-    smallest finite values that quantisers use; ``offset`` is subtracted from
-    an unsigned code when no zero point is given (8 for ``uint4b8``).
+    Attributes:
+        name: Name of the type, e.g. "e4m3".
+        kind: Interpretation of the bits.
+        bits: Number of bits per element.
+        max_value: Largest finite value that quantizers use.
+        min_value: Smallest finite value that quantizers use.
+        offset: Subtracted from an unsigned code if there is no zero point (8 for ``uint4b8``).
     """
 
     name: str
@@ -72,26 +76,39 @@ INT8_DTYPE = UINT8B128
 #: Values of the e2m1 codes 0..15 (bit 3 is the sign).
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-#: Smallest amax that dynamic quantisers divide by, so that a row of zeros has a
-#: finite scale: amax is clamped to this before ``scale = amax / max_value``.
+#: Smallest amax that dynamic quantizers divide by. Amax is clamped to it before ``scale = amax / max_value``, so that
+#: a row of zeros has a finite scale.
 AMAX_FLOOR = 1e-10
 
 
 def e8m0_to_float32(codes: Tensor) -> Tensor:
-    """Scales 2**(code - 127) of uint8 e8m0 codes, exact, as float32.
+    """Convert e8m0 scale codes to float32, exactly: ``2**(code - 127)``.
 
     Code 0 is 2**-127, a float32 subnormal; code 255 is NaN.
+
+    Args:
+        codes: uint8 or ``float8_e8m0fnu`` tensor of any shape.
+
+    Returns:
+        float32 tensor of the same shape.
     """
     check_tensor("codes", codes)
     if codes.dtype is torch.float8_e8m0fnu:
         codes = codes.view(torch.uint8)
     bits = codes.to(torch.int32)
-    # a float32 of exponent field c without mantissa is 2**(c-127), except for c = 0 (2**-127 = 0x00400000) and 255
+    # A float32 with exponent field c and no mantissa is 2**(c-127), except for c = 0 (2**-127 = 0x00400000) and 255.
     raw = torch.where(bits == 0, 0x00400000, bits << 23)
     raw = torch.where(bits == 255, 0x7FC00000, raw)
     return raw.to(torch.int32).view(torch.float32)
 
 
 def is_e8m0(dtype: torch.dtype) -> bool:
-    """Whether a tensor dtype carries e8m0 exponents (as such or as plain bytes)."""
+    """Whether a tensor dtype can hold e8m0 exponents: ``float8_e8m0fnu`` or uint8.
+
+    Args:
+        dtype: The dtype of the tensor.
+
+    Returns:
+        True for these two dtypes.
+    """
     return dtype in (torch.uint8, torch.float8_e8m0fnu)

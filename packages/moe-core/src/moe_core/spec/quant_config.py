@@ -1,6 +1,6 @@
-"""The quantities that go with quantised weights and activations: scales, zero points, biases.
+"""Scales, zero points and biases of quantized weights and activations.
 
-Everything is passed by keyword: a bias can't land where a scale belongs.
+All functions take keyword arguments only, so that a bias cannot be passed as a scale.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ from moe_core.spec.tensor_record import TensorRecord
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FusedMoEQuantDesc(TensorRecord):
-    """One operand of one of the two matrix products.
+    """Quantization of one operand of one of the two matrix products.
 
-    ``key`` None: not quantised.  Shapes follow the key, e.g. for the weight of a
-    block-quantised w13 ``scale [E, 2*ceil(N/bn), ceil(K/bk)]``; ``bias [E, rows]``;
-    ``global_scale [E]`` or scalar; ``zero_point`` of the scale's shape; ``g_idx [E, K]``; ``pre_scale [E, K]`` of the
-    activations that enter the product.
+    Shapes follow from the key.
+
+    Attributes:
+        key: Quantization key; None: not quantized.
+        scale: E.g. ``[E, 2*ceil(N/bn), ceil(K/bk)]`` for a block-quantized w13.
+        zero_point: Zero points in the shape of ``scale``.
+        global_scale: ``[E]`` or scalar.
+        bias: ``[E, rows]``.
+        g_idx: ``[E, K]``, the group of each column.
+        pre_scale: ``[E, K]``, factors of the activations that enter the product.
     """
 
     key: QuantKey | None = None
@@ -59,6 +65,7 @@ class FusedMoEQuantDesc(TensorRecord):
         check_one_level(self.key, "key")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the tensors that are set, as ``(name, tensor)``."""
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
@@ -67,10 +74,13 @@ class FusedMoEQuantDesc(TensorRecord):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FusedMoEQuantConfig(TensorRecord):
-    """How both matrix products of a fused MoE are quantised.
+    """Quantization of both matrix products of a fused MoE layer.
 
-    ``a1``/``a2``: the activations that enter the first/second product; ``w1``/``w2``: the
-    weights w13 and w2.
+    Attributes:
+        a1: Activations that enter the first product.
+        a2: Activations that enter the second product.
+        w1: The weights w13.
+        w2: The weights w2.
     """
 
     a1: FusedMoEQuantDesc = FusedMoEQuantDesc()
@@ -80,10 +90,12 @@ class FusedMoEQuantConfig(TensorRecord):
 
     @property
     def weight_key(self) -> QuantKey | None:
+        """Quantization key of the weights."""
         return self.w1.key
 
     @property
     def activation_key(self) -> QuantKey | None:
+        """Quantization key of the activations."""
         return self.a1.key
 
     @property
@@ -96,7 +108,11 @@ class FusedMoEQuantConfig(TensorRecord):
 
     @property
     def weight_scales(self) -> tuple[Tensor, Tensor]:
-        """(``w1_scale``, ``w2_scale``).  Raises TensorError where one is missing."""
+        """``(w1_scale, w2_scale)``.
+
+        Raises:
+            TensorError: One of the two is missing.
+        """
         if self.w1.scale is None or self.w2.scale is None:
             raise TensorError(f"w1_scale and w2_scale are missing: the weights are {self.weight_key}")
         return self.w1.scale, self.w2.scale
@@ -151,16 +167,24 @@ class FusedMoEQuantConfig(TensorRecord):
 
     @property
     def has_bias(self) -> bool:
+        """Whether a product has a bias."""
         return self.w1.bias is not None or self.w2.bias is not None
 
     @property
     def block_shape(self) -> tuple[int, int] | None:
-        """Rows and columns of a weight block, None where scales are not by block."""
+        """Rows and columns of a weight block; None if the scales are not per block."""
         shape = self.w1.key.group_shape if self.w1.key is not None else None
         return (shape.row, shape.col) if shape is not None and shape.row > 0 and shape.col > 0 else None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FusedMoEQuantConfig:
-        """The same description of changed tensors."""
+        """Apply a function to every tensor.
+
+        Args:
+            change: Maps a tensor to its replacement.
+
+        Returns:
+            The config with the new tensors.
+        """
 
         def desc(operand: FusedMoEQuantDesc) -> FusedMoEQuantDesc:
             changed: dict[str, Any] = {name: change(tensor) for name, tensor in operand.tensors()}
@@ -169,13 +193,13 @@ class FusedMoEQuantConfig(TensorRecord):
         return FusedMoEQuantConfig(a1=desc(self.a1), a2=desc(self.a2), w1=desc(self.w1), w2=desc(self.w2))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of everything held, e.g. ``("w1_scale", ...)``."""
+        """Iterate over all tensors as ``(name, tensor)``, e.g. ``("w1_scale", ...)``."""
         for operand in ("a1", "a2", "w1", "w2"):
             for name, tensor in getattr(self, operand).tensors():
                 yield f"{operand}_{name}", tensor
 
 
-#: 16-bit weights and activations.
+#: Config of 16-bit weights and activations.
 FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()
 
 
@@ -201,12 +225,40 @@ def make_quant_config(
     a2_zp: Tensor | None = None,
     canonical: bool = False,
 ) -> FusedMoEQuantConfig:
-    """A quant config from its keys and tensors; the named builders are cases of it.
+    """Make a quant config from its keys and tensors.
 
-    ``canonical``: what goes with the weights is as :class:`moe_core.spec.weights.MoEWeights` has it; without, it is in
-    a backend's own layout, whose scales may have another dtype and which may hold zero points, activation order and
-    input factors elsewhere.  Raises ConfigError where a key demands a tensor that is missing, or the reverse, or
-    another dtype of scales; TensorError for what else does not fit.
+    The builders with specific names are special cases of this one.
+
+    Args:
+        weight_key: Quantization key of the weights, or its name; None: 16 bits.
+        activation_key: Quantization key of the activations, or its name; None: 16 bits.
+        w1_scale: Scale of w13.
+        w2_scale: Scale of w2.
+        w1_zp: Zero points of w13.
+        w2_zp: Zero points of w2.
+        w1_global_scale: Global scale of w13.
+        w2_global_scale: Global scale of w2.
+        w1_bias: Bias of the first product.
+        w2_bias: Bias of the second product.
+        w1_g_idx: Group of each column of w13.
+        w2_g_idx: Group of each column of w2.
+        w1_pre_scale: Factors of the inputs of the first product.
+        w2_pre_scale: Factors of the inputs of the second product.
+        a1_scale: Static scale of the activations of the first product.
+        a2_scale: Static scale of the activations of the second product.
+        a1_zp: Zero points of ``a1_scale``.
+        a2_zp: Zero points of ``a2_scale``.
+        canonical: The tensors of the weights are laid out as in :class:`moe_core.spec.weights.MoEWeights`. Otherwise
+            they are in a backend's layout: scales may have another dtype, and zero points, activation order and input
+            factors may be stored elsewhere.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: A tensor that a key requires is missing, a tensor is given that it does not have, or the dtype of
+            a scale is wrong.
+        TensorError: Another tensor does not fit.
     """
     weight_key = as_quant_key(weight_key, "weight_key")
     activation_key = as_quant_key(activation_key, "activation_key")
@@ -257,7 +309,7 @@ def _check_weight(
     pre_scale: Tensor | None,
     canonical: bool,
 ) -> None:
-    """What goes with one of the two weights is there where the key says so, and nowhere else."""
+    """Check that the tensors of one weight are present if and only if the key requires them."""
     if (key is None) != (scale is None):
         raise ConfigError(
             f"{name}_scale is {'missing' if scale is None else 'given'}, but the weight key is {key or 'None'}"
@@ -287,7 +339,15 @@ def _check_weight(
 
 
 def biased_moe_quant_config(*, w1_bias: Tensor | None, w2_bias: Tensor | None) -> FusedMoEQuantConfig:
-    """Unquantised weights with biases ``[E, 2N]`` and ``[E, K]``."""
+    """Make the config of unquantized weights with biases.
+
+    Args:
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+
+    Returns:
+        The config.
+    """
     return make_quant_config(weight_key=None, activation_key=None, w1_bias=w1_bias, w2_bias=w2_bias)
 
 
@@ -303,13 +363,28 @@ def fp8_w8a8_moe_quant_config(
     per_out_ch_quant: bool = False,
     block_shape: tuple[int, int] | None = None,
 ) -> FusedMoEQuantConfig:
-    """e4m3 weights and activations.
+    """Make the config of e4m3 weights and activations.
 
-    With ``block_shape`` (rows, columns): block weights, activations dynamic in groups of
-    ``1 x columns``; uint8 scales of block (1, 32) are MXFP8.  Otherwise weights per tensor (``w1_scale`` [E, 2]: gate
-    and up; ``w2_scale`` [E, 1]) or per output channel (``[E, rows, 1]``), activations static (``a1_scale`` and
-    ``a2_scale`` [E], each expert's own), dynamic per tensor or dynamic per token.  Raises ConfigError for arguments
-    that contradict each other.
+    With ``block_shape``, weights are quantized per block and activations dynamically in groups of ``1 x columns``;
+    uint8 scales with block (1, 32) are MXFP8. Otherwise weights are quantized per tensor or per output channel.
+    Activations are then static, dynamic per tensor, or dynamic per token.
+
+    Args:
+        w1_scale: Per tensor ``[E, 2]`` (gate and up), per output channel ``[E, rows, 1]``, or per block.
+        w2_scale: Per tensor ``[E, 1]``, per output channel ``[E, rows, 1]``, or per block.
+        a1_scale: ``[E]``, static activation scales of each expert.
+        a2_scale: ``[E]``, static activation scales of each expert.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+        per_act_token_quant: Quantize activations dynamically per token.
+        per_out_ch_quant: Weights have one scale per output channel.
+        block_shape: Rows and columns of a weight block.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: The arguments contradict each other.
     """
     weight_key, activation_key = _fp8_keys(
         w1_scale, w2_scale, block_shape, per_act_token_quant, per_out_ch_quant, a1_scale
@@ -370,7 +445,22 @@ def fp8_w8a16_moe_quant_config(
     block_shape: tuple[int, int] | None = None,
     per_out_ch_quant: bool = False,
 ) -> FusedMoEQuantConfig:
-    """e4m3 weights (per tensor, channel, block or MXFP8), 16-bit activations; biases [E, 2N], [E, K]."""
+    """Make the config of e4m3 weights and 16-bit activations.
+
+    Args:
+        w1_scale: Scale per tensor, output channel or block (uint8 with block (1, 32): MXFP8).
+        w2_scale: Same for w2.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+        block_shape: Rows and columns of a weight block.
+        per_out_ch_quant: Weights have one scale per output channel.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: The arguments contradict each other.
+    """
     weight_key, _ = _fp8_keys(w1_scale, w2_scale, block_shape, False, per_out_ch_quant, None)
     return make_quant_config(
         weight_key=weight_key,
@@ -385,7 +475,17 @@ def fp8_w8a16_moe_quant_config(
 def mxfp8_moe_quant_config(
     *, w1_scale: Tensor, w2_scale: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None
 ) -> FusedMoEQuantConfig:
-    """MXFP8 weights and activations (1x32, uint8 e8m0 scales ``[E, rows, cols/32]``)."""
+    """Make the config of MXFP8 weights and activations (groups of 1x32).
+
+    Args:
+        w1_scale: uint8 e8m0 ``[E, rows, cols/32]``.
+        w2_scale: uint8 e8m0 ``[E, rows, cols/32]``.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+
+    Returns:
+        The config.
+    """
     return fp8_w8a8_moe_quant_config(
         w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=w1_bias, w2_bias=w2_bias, block_shape=(1, 32)
     )
@@ -403,7 +503,27 @@ def int8_w8a8_moe_quant_config(
     a2_zp: Tensor | None = None,
     per_act_token_quant: bool = True,
 ) -> FusedMoEQuantConfig:
-    """int8 weights per output channel; activations dynamic per token, or static per tensor ([E], with zero points)."""
+    """Make the config of int8 weights (per output channel) and int8 activations.
+
+    Activations are dynamic per token, or static per tensor.
+
+    Args:
+        w1_scale: Scale of w13 per output channel.
+        w2_scale: Scale of w2 per output channel.
+        a1_scale: ``[E]``, static activation scales.
+        a2_scale: ``[E]``, static activation scales.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+        a1_zp: ``[E]``, zero points of ``a1_scale``.
+        a2_zp: ``[E]``, zero points of ``a2_scale``.
+        per_act_token_quant: Quantize activations dynamically per token if there are no static scales.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: The arguments contradict each other.
+    """
     if not per_act_token_quant and a1_scale is None:
         raise ConfigError("int8 activations are dynamic per token, or static with a1_scale and a2_scale")
     static = kInt8StaticTensorSym if a1_zp is None else kInt8StaticTensorAsym
@@ -424,7 +544,17 @@ def int8_w8a8_moe_quant_config(
 def int8_w8a16_moe_quant_config(
     *, w1_scale: Tensor, w2_scale: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None
 ) -> FusedMoEQuantConfig:
-    """int8 weights per output channel, 16-bit activations."""
+    """Make the config of int8 weights (per output channel) and 16-bit activations.
+
+    Args:
+        w1_scale: Scale of w13 per output channel.
+        w2_scale: Scale of w2 per output channel.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+
+    Returns:
+        The config.
+    """
     return make_quant_config(
         weight_key=kInt8StaticChannelSym,
         activation_key=None,
@@ -438,7 +568,17 @@ def int8_w8a16_moe_quant_config(
 def mxfp4_w4a16_moe_quant_config(
     *, w1_scale: Tensor, w2_scale: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None
 ) -> FusedMoEQuantConfig:
-    """MXFP4 weights (e2m1 pairs, uint8 e8m0 scales), 16-bit activations."""
+    """Make the config of MXFP4 weights (packed e2m1 pairs) and 16-bit activations.
+
+    Args:
+        w1_scale: uint8 e8m0 scale of w13.
+        w2_scale: uint8 e8m0 scale of w2.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+
+    Returns:
+        The config.
+    """
     return make_quant_config(
         weight_key=kMxfp4Static,
         activation_key=None,
@@ -464,9 +604,30 @@ def wna16_moe_quant_config(
     w1_pre_scale: Tensor | None = None,
     w2_pre_scale: Tensor | None = None,
 ) -> FusedMoEQuantConfig:
-    """4- or 8-bit group-quantised weights (``group_size`` -1: whole channel), 16-bit activations.
+    """Make the config of 4- or 8-bit group-quantized weights and 16-bit activations.
 
-    The tensors that are given say the rest of the key: the scales' dtype, zero points, activation order, scaled inputs.
+    The given tensors determine the rest of the key: scale dtype, zero points, activation order and scaled inputs.
+
+    Args:
+        num_bits: 4 or 8.
+        group_size: Number of columns that share a scale; -1: the whole channel.
+        w1_scale: Scale of w13.
+        w2_scale: Scale of w2.
+        w1_zp: Zero points of w13.
+        w2_zp: Zero points of w2.
+        w1_bias: ``[E, 2N]``.
+        w2_bias: ``[E, K]``.
+        w1_g_idx: ``[E, K]`` int32, group of each column of w13.
+        w2_g_idx: ``[E, N]`` int32, group of each column of w2.
+        w1_pre_scale: ``[E, K]`` float32, factors of the inputs of the first product.
+        w2_pre_scale: ``[E, N]`` float32, factors of the inputs of the second product.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: ``num_bits`` or ``group_size`` is invalid, or the tensors contradict each other.
+        TensorError: A tensor does not fit.
     """
     if num_bits not in (4, 8):
         raise ConfigError(f"num_bits must be 4 or 8, got {num_bits}")

@@ -1,15 +1,13 @@
-"""Quant keys: how a tensor is quantised, as a value that can be compared.
+"""Quantization keys: a comparable description of how a tensor is quantized.
 
-A :class:`QuantKey` says everything that a kernel must know to read a quantised
-weight or to produce a quantised activation: element type, scale type, which
-elements share a scale, zero points, packing and order.  Nothing is left to be
-guessed from a tensor's shape.
+A :class:`QuantKey` specifies everything that a kernel needs to read a quantized weight or to produce a quantized
+activation: element type, scale type, which elements share a scale, zero points, packing and order. Nothing is
+inferred from a tensor's shape.
 
-Conventions.  A weight is one expert's ``[N, K]`` (rows are output features), an
-activation is ``[M, K]``.  ``GroupShape(row, col)`` counts how many rows and
-columns share one scale; ``-1`` is the full extent.  So per token and per output
-channel are both ``(1, -1)``, per tensor is ``(-1, -1)``, a DeepSeek weight block is
-``(128, 128)`` and its activation group ``(1, 128)``.
+Conventions: a weight is one expert's ``[N, K]`` (rows are output features), an activation is ``[M, K]``.
+``GroupShape(row, col)`` is the number of rows and columns that share one scale; ``-1`` is the full extent. Per token
+and per output channel are therefore both ``(1, -1)``, per tensor is ``(-1, -1)``, a DeepSeek weight block is ``(128,
+128)`` and its activation group ``(1, 128)``.
 """
 
 from __future__ import annotations
@@ -26,7 +24,12 @@ from moe_core.spec.numerics import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4, UINT4B
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Rows x columns that share one scale; ``-1`` is the full extent."""
+    """Number of rows and columns that share one scale; ``-1`` is the full extent.
+
+    Attributes:
+        row: Number of rows.
+        col: Number of columns.
+    """
 
     row: int
     col: int
@@ -39,15 +42,24 @@ class GroupShape:
 
     @property
     def is_per_tensor(self) -> bool:
+        """Whether one scale covers the whole matrix."""
         return self.row == -1 and self.col == -1
 
     @property
     def is_per_row(self) -> bool:
-        """One scale per token (activation) or output channel (weight)."""
+        """Whether there is one scale per token (activation) or output channel (weight)."""
         return self.row == 1 and self.col == -1
 
     def grid(self, rows: int, cols: int) -> tuple[int, int]:
-        """Shape of the scale of a [rows, cols] matrix; edge groups may be partial."""
+        """Compute the shape of the scale of a [rows, cols] matrix; edge groups may be partial.
+
+        Args:
+            rows: Number of rows.
+            cols: Number of columns.
+
+        Returns:
+            Number of groups along rows and columns.
+        """
         row = rows if self.row == -1 else self.row
         col = cols if self.col == -1 else self.col
         return (-(-rows // row) if rows else 0, -(-cols // col) if cols else 0)
@@ -64,12 +76,14 @@ PER_CHANNEL = GroupShape(1, -1)
 
 @dataclass(frozen=True)
 class ScaleDesc:
-    """The scale of a quantised tensor.
+    """Scale of a quantized tensor.
 
-    ``dtype`` of the stored scale (``torch.uint8`` holds e8m0 exponents, value
-    2**(s-127)); ``static`` scales come with the checkpoint, dynamic ones are
-    computed from the values at run time; ``rounding`` of e8m0 scales that are
-    computed: "up", "even" or "down", see :mod:`moe_core.reference.quantization`.
+    Attributes:
+        dtype: Dtype of the stored scale; ``torch.uint8`` holds e8m0 exponents with value 2**(s-127).
+        static: Static scales come with the checkpoint; dynamic ones are computed from the values at run time.
+        group_shape: Rows and columns that share one scale.
+        rounding: Rounding of computed e8m0 scales: "up", "even" or "down", see
+            :mod:`moe_core.reference.quantization`.
     """
 
     dtype: torch.dtype
@@ -89,10 +103,14 @@ class ScaleDesc:
 
 @dataclass(frozen=True)
 class Packing:
-    """How sub-byte elements lie in storage words, in canonical weights.
+    """How sub-byte elements are stored in words, in canonical weights.
 
-    ``values_per_word`` elements consecutive along ``axis`` ("k" or "n") in a word of
-    ``storage``; element ``i`` of a word sits ``bits * i`` above the lowest bit.
+    Element ``i`` of a word starts ``bits * i`` above the lowest bit.
+
+    Attributes:
+        storage: Dtype of a word.
+        values_per_word: Number of consecutive elements per word.
+        axis: Axis along which they are consecutive, "k" or "n".
     """
 
     storage: torch.dtype
@@ -107,24 +125,28 @@ class Packing:
         return f"{self.values_per_word} per {str(self.storage).removeprefix('torch.')} along {self.axis}"
 
 
-#: Two 4-bit elements in a byte, even k in the low four bits.
+#: Two 4-bit elements per byte, even k in the low four bits.
 PACKED_4BIT = Packing(torch.uint8, 2)
-#: element types whose codes are packed where a key does not say how
+#: Element types whose codes are packed if a key does not specify it.
 _PACKED_TYPES = (FP4_E2M1, UINT4B8, UINT4)
 _NOT_SAID = Packing(torch.uint8, 0)
 
 
 @dataclass(frozen=True)
 class QuantKey:
-    """How a tensor is quantised; see the module docstring.
+    """How a tensor is quantized; see the module docstring.
 
-    ``symmetric`` is False where the values have zero points (of the scale's group
-    shape); ``packing`` is None where one element fills one storage element, and what is
-    usual for the type where it is left out: :data:`PACKED_4BIT` for e2m1 and unsigned 4-bit;
-    ``permuted`` is True where a per-layer permutation ``g_idx`` assigns columns to
-    groups (activation order); ``pre_scaled`` where a factor for each column multiplies
-    the activations before the product (input smoothing).  A key with ``scale2``, a second level of scales, can be
-    written down and compared, but everything that takes a key refuses it.
+    A key with ``scale2`` can be constructed and compared, but everything that takes a key rejects it.
+
+    Attributes:
+        dtype: Element type.
+        scale: The scale.
+        scale2: Second level of scales; not supported.
+        symmetric: False if there are zero points, in the group shape of the scale.
+        packing: None: one element per storage element. Default: :data:`PACKED_4BIT` for e2m1 and unsigned 4-bit, else
+            None.
+        permuted: Whether a per-layer permutation ``g_idx`` assigns columns to groups (activation order).
+        pre_scaled: Whether a factor per column multiplies the activations before the product (input smoothing).
     """
 
     dtype: QuantDtype
@@ -145,31 +167,48 @@ class QuantKey:
 
     @property
     def group_shape(self) -> GroupShape:
+        """Group shape of the scale."""
         return self.scale.group_shape
 
     @property
     def is_static(self) -> bool:
+        """Whether the scale comes with the checkpoint."""
         return self.scale.static
 
     @property
     def group_size(self) -> int:
-        """Elements along K that share a scale; -1 for all of them."""
+        """Number of elements along K that share a scale; -1 for all of them."""
         return self.scale.group_shape.col
 
     def with_group(self, row: int, col: int) -> QuantKey:
-        """The same key with another group shape."""
+        """Return this key with another group shape.
+
+        Args:
+            row: Number of rows that share a scale.
+            col: Number of columns that share a scale.
+
+        Returns:
+            The new key.
+        """
         return replace(self, scale=replace(self.scale, group_shape=GroupShape(row, col)))
 
     def with_scale_dtype(self, dtype: torch.dtype) -> QuantKey:
-        """The same key with another scale dtype."""
+        """Return this key with another scale dtype.
+
+        Args:
+            dtype: Dtype of the stored scale.
+
+        Returns:
+            The new key.
+        """
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
     @property
     def is_token_wise(self) -> bool:
-        """Whether an activation key gives each token scales of its own (one, or one per group), and codes of a byte.
+        """Whether an activation key has byte codes and separate scales per token.
 
-        Then tokens can be quantised before they travel, wherever they are, as the experts would do it:
-        :func:`moe_core.kernels.ops.quantize.quantize_activation`.
+        A token can have one scale, or one per group. Such tokens can be quantized on any rank before dispatch,
+        exactly as the experts would do it: :func:`moe_core.kernels.ops.quantize.quantize_activation`.
         """
         shape = self.group_shape
         return (
@@ -183,7 +222,14 @@ class QuantKey:
         )
 
     def with_rounding(self, rounding: str) -> QuantKey:
-        """The same key with e8m0 scales that are rounded "up", "even" or "down"."""
+        """Return this key with another rounding of its e8m0 scales.
+
+        Args:
+            rounding: "up", "even" or "down".
+
+        Returns:
+            The new key.
+        """
         return replace(self, scale=replace(self.scale, rounding=rounding))
 
     def __str__(self) -> str:
@@ -212,7 +258,7 @@ _E8M0 = torch.uint8
 
 kFp8StaticTensorSym = QuantKey(FP8_E4M3, _scale(_F32, True, -1, -1))
 kFp8DynamicTensorSym = QuantKey(FP8_E4M3, _scale(_F32, False, -1, -1))
-#: one scale per output channel; one per token is the same grouping
+#: One scale per output channel; one per token is the same grouping.
 kFp8StaticChannelSym = QuantKey(FP8_E4M3, _scale(_F32, True, 1, -1))
 kFp8StaticTokenSym = kFp8StaticChannelSym
 kFp8DynamicTokenSym = QuantKey(FP8_E4M3, _scale(_F32, False, 1, -1))
@@ -224,8 +270,8 @@ kMxfp8Static = QuantKey(FP8_E4M3, _scale(_E8M0, True, 1, 32))
 kMxfp8Dynamic = QuantKey(FP8_E4M3, _scale(_E8M0, False, 1, 32))
 kMxfp4Static = QuantKey(FP4_E2M1, _scale(_E8M0, True, 1, 32), packing=PACKED_4BIT)
 kMxfp4Dynamic = QuantKey(FP4_E2M1, _scale(_E8M0, False, 1, 32), packing=PACKED_4BIT)
-#: whose largest values may saturate, as tools' own do: they differ in the scales of every fifth (third) group, with
-#: e4m3 in those of every fifteenth (ninth)
+#: The largest values of a group may saturate, as with other tools' quantizers. Compared with "up", "even" ("down")
+#: changes the scales of every fifth (third) group; with e4m3 of every fifteenth (ninth).
 kMxfp8DynamicEven = kMxfp8Dynamic.with_rounding("even")
 kMxfp8DynamicDown = kMxfp8Dynamic.with_rounding("down")
 kMxfp4DynamicEven = kMxfp4Dynamic.with_rounding("even")
@@ -238,8 +284,8 @@ kInt8DynamicTokenSym = QuantKey(INT8, _scale(_F32, False, 1, -1))
 kInt8DynamicTokenAsym = QuantKey(INT8, _scale(_F32, False, 1, -1), symmetric=False)
 kInt8DynamicTensorSym = QuantKey(INT8, _scale(_F32, False, -1, -1))
 
-#: 16-bit-activation integer weights: group 128, bf16 scales.  ``with_group`` and
-#: ``with_scale_dtype`` give the others; claims name the range with a KeyPattern.
+#: Integer weights for 16-bit activations: group 128, bf16 scales. ``with_group`` and ``with_scale_dtype`` give other
+#: variants; claims describe the range with a KeyPattern.
 kInt4StaticGroupScale = _scale(_BF16, True, 1, 128)
 kInt8StaticGroupScale = _scale(_BF16, True, 1, 128)
 kInt4Static = QuantKey(UINT4B8, kInt4StaticGroupScale, packing=PACKED_4BIT)
@@ -248,13 +294,13 @@ kInt4Static32 = kInt4Static.with_group(1, 32)
 kInt4Static32Asym = kInt4StaticAsym.with_group(1, 32)
 kInt8Static = QuantKey(UINT8B128, kInt8StaticGroupScale)
 kInt8StaticAsym = QuantKey(UINT8, kInt8StaticGroupScale, symmetric=False)
-#: int4 weights for int8 activations
+#: int4 weights for int8 activations.
 kInt4W4A8StaticChannelSym = QuantKey(INT4, _scale(_F32, True, 1, -1))
 kInt4W4A8StaticGroup128Sym = QuantKey(INT4, _scale(_BF16, True, 1, 128))
 kInt4W4A8StaticGroup64Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 64)
 kInt4W4A8StaticGroup32Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 32)
 
-#: The field's name of each key that has one.
+#: Names of the keys defined above.
 NAMES: dict[QuantKey, str] = {}
 for _name, _value in list(globals().items()):
     if _name.startswith("k") and isinstance(_value, QuantKey):
@@ -262,14 +308,14 @@ for _name, _value in list(globals().items()):
 
 
 def check_one_level(key: QuantKey | None, what: str = "quant key") -> None:
-    """Refuse a key with a second level of scales, which nothing here applies.
+    """Reject a key with a second level of scales, which is not supported.
 
     Args:
         key: The key, or None for 16 bits.
-        what: Name of the argument, for the error.
+        what: Name of the argument, for the message.
 
     Raises:
-        ConfigError: Where the key has a ``scale2``.
+        ConfigError: The key has a ``scale2``.
     """
     if key is not None and key.scale2 is not None:
         raise ConfigError(
@@ -279,9 +325,17 @@ def check_one_level(key: QuantKey | None, what: str = "quant key") -> None:
 
 
 def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKey | None:
-    """A key from what users pass: itself or its name; None, "none" or "16-bit" for what is not quantised.
+    """Convert a key argument, given as key or by name, to a key.
 
-    Raises ConfigError, where ``what`` says which key it is, for anything else and for :func:`check_one_level`'s reason.
+    Args:
+        key: A key or its name; None, "none" or "16-bit" if the tensor is not quantized.
+        what: Name of the argument, for the message.
+
+    Returns:
+        The key, or None.
+
+    Raises:
+        ConfigError: ``key`` is unknown, invalid or has two levels of scales.
     """
     if key is None or isinstance(key, QuantKey):
         check_one_level(key, what)
@@ -293,16 +347,26 @@ def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKe
     return None if key.lower() in ("none", "16-bit") else key_by_name(key)
 
 
-#: what a scale's dtype is called in a key's name
+#: Names of scale dtypes in a key's name.
 _SCALE_DTYPES = {"float32": _F32, "bfloat16": _BF16, "float16": torch.float16, "e8m0": _E8M0}
 _GROUPS = {"per_row": PER_CHANNEL, "per_tensor": PER_TENSOR}
 
 
 def key_by_name(name: str) -> QuantKey:
-    """The constant of that name, e.g. ``"kFp8Static128BlockSym"``, or one that differs from it in what brackets say.
+    """Look up a key by name, e.g. ``"kFp8Static128BlockSym"``.
 
-    ``"kInt4Static[1x64,float16,permuted,pre_scaled]"``: the group of rows x columns (or ``per_row``, ``per_tensor``),
-    the scale's dtype (float32, bfloat16, float16, e8m0), activation order, scaled inputs; any of them, in any order.
+    Brackets modify the named constant: ``"kInt4Static[1x64,float16,permuted,pre_scaled]"``. They can contain, in any
+    order, the group as rows x columns (or ``per_row``, ``per_tensor``), the scale dtype (float32, bfloat16, float16,
+    e8m0), activation order and scaled inputs.
+
+    Args:
+        name: The name.
+
+    Returns:
+        The key.
+
+    Raises:
+        ConfigError: The name is unknown or malformed.
     """
     constant, bracket, rest = name.partition("[")
     value = globals().get(constant)
@@ -326,7 +390,7 @@ def key_by_name(name: str) -> QuantKey:
 
 
 def _changed(key: QuantKey, part: str) -> QuantKey | None:
-    """The key with what one word in brackets says; None for a word that says nothing."""
+    """Apply one word in brackets to a key; None for an unknown word."""
     rows, cross, cols = part.partition("x")
     if part in _GROUPS:
         return replace(key, scale=replace(key.scale, group_shape=_GROUPS[part]))
@@ -340,13 +404,20 @@ def _changed(key: QuantKey, part: str) -> QuantKey | None:
 
 
 def key_name(key: QuantKey | None) -> str:
-    """What :func:`key_by_name` reads; all that the key says where it differs from every constant in something else."""
+    """Name a key so that :func:`key_by_name` can read it.
+
+    Args:
+        key: The key; None: 16 bits.
+
+    Returns:
+        The name, or the full description if brackets cannot express the key.
+    """
     return "16-bit" if key is None else (_name_of(key) or str(key))
 
 
 @functools.cache
 def _name_of(key: QuantKey) -> str | None:
-    """The name that differs least from a constant's."""
+    """Shortest name of a key: a constant, or the constant with the fewest modifications."""
     if key in NAMES:
         return NAMES[key]
     found = [like for constant in NAMES if (like := _named_like(constant, key)) is not None]
@@ -354,7 +425,11 @@ def _name_of(key: QuantKey) -> str | None:
 
 
 def _named_like(constant: QuantKey, key: QuantKey) -> tuple[int, bool, str] | None:
-    """``key`` as a changed ``constant``: (how many words, whether its groups are of another kind, the name)."""
+    """``key`` as a modified ``constant``.
+
+    Returns the number of words, whether the groups are of another kind, and the name; None if brackets cannot express
+    it.
+    """
     shape, like = key.group_shape, constant.group_shape
     scale = replace(constant.scale, group_shape=shape, dtype=key.scale.dtype)
     if replace(constant, scale=scale, permuted=key.permuted, pre_scaled=key.pre_scaled) != key:
@@ -372,21 +447,27 @@ def _named_like(constant: QuantKey, key: QuantKey) -> tuple[int, bool, str] | No
 
 
 def _group_word(shape: GroupShape) -> str:
-    """A group shape as it stands in a key's name."""
+    """Group shape in a key's name."""
     return next((word for word, group in _GROUPS.items() if group == shape), str(shape))
 
 
 def _dtype_word(dtype: torch.dtype) -> str:
-    """A scale's dtype as it stands in a key's name."""
+    """Scale dtype in a key's name."""
     return next((word for word, known in _SCALE_DTYPES.items() if known == dtype), str(dtype))
 
 
 @dataclass(frozen=True)
 class KeyPattern:
-    """A set of quant keys, as claims state it.
+    """Set of quantization keys, for claims.
 
-    Everything of ``base`` must match, except that ``group_shapes``, ``scale_dtypes``,
-    ``permuted`` and ``pre_scaled`` widen the respective field when given.
+    A key matches if it equals ``base``, except for the fields that have a list of choices.
+
+    Attributes:
+        base: Defines all fields without choices.
+        group_shapes: Choices of the group shape.
+        scale_dtypes: Choices of the scale dtype.
+        permuted: Choices of ``permuted``.
+        pre_scaled: Choices of ``pre_scaled``.
     """
 
     base: QuantKey
@@ -396,6 +477,14 @@ class KeyPattern:
     pre_scaled: tuple[bool, ...] | None = None
 
     def matches(self, key: QuantKey) -> bool:
+        """Whether a key is in the set.
+
+        Args:
+            key: The key.
+
+        Returns:
+            True if it is.
+        """
         shapes = self.group_shapes or (self.base.scale.group_shape,)
         dtypes = self.scale_dtypes or (self.base.scale.dtype,)
         permuted = self.permuted or (self.base.permuted,)
@@ -404,7 +493,7 @@ class KeyPattern:
         if key.pre_scaled not in (self.pre_scaled or (self.base.pre_scaled,)):
             return False
         base = self.base
-        # field by field: a selection asks this for every claim of every class
+        # Field by field for speed: a selection evaluates this for every claim of every class.
         return (key.dtype, key.scale.static, key.scale.rounding, key.scale2, key.symmetric, key.packing) == (
             base.dtype,
             base.scale.static,
@@ -415,7 +504,7 @@ class KeyPattern:
         )
 
     def expand(self) -> tuple[QuantKey, ...]:
-        """Every key of the set (claims are finite, so that each can be tested)."""
+        """List every key of the set, which is finite so that each can be tested."""
         return tuple(
             self.key(shape, dtype, permuted, pre_scaled)
             for shape, dtype, permuted, pre_scaled in itertools.product(*self.choices)
@@ -425,7 +514,7 @@ class KeyPattern:
     def choices(
         self,
     ) -> tuple[tuple[GroupShape, ...], tuple[torch.dtype, ...], tuple[bool, ...], tuple[bool, ...]]:
-        """The values of each field that may differ: group shapes, scale dtypes, ``permuted``, ``pre_scaled``."""
+        """Choices per variable field: group shapes, scale dtypes, ``permuted``, ``pre_scaled``."""
         return (
             self.group_shapes or (self.base.scale.group_shape,),
             self.scale_dtypes or (self.base.scale.dtype,),
@@ -434,14 +523,24 @@ class KeyPattern:
         )
 
     def key(self, shape: GroupShape, dtype: torch.dtype, permuted: bool, pre_scaled: bool) -> QuantKey:
-        """The key of these values."""
+        """Make the key with the given values of the variable fields.
+
+        Args:
+            shape: Group shape.
+            dtype: Scale dtype.
+            permuted: Whether the key is permuted.
+            pre_scaled: Whether the key is pre-scaled.
+
+        Returns:
+            The key.
+        """
         scale = replace(self.base.scale, group_shape=shape, dtype=dtype)
         return replace(self.base, scale=scale, permuted=permuted, pre_scaled=pre_scaled)
 
     def __str__(self) -> str:
-        """A key's name whose brackets hold every choice: ``kInt4Static[1x64|per_row,bfloat16|float16,permuted?]``.
+        """Key name with all choices: ``kInt4Static[1x64|per_row,bfloat16|float16,permuted?]``.
 
-        "|" stands between choices, "?" behind a word that may be missing.
+        "|" separates choices, "?" marks an optional word.
         """
         name = _name_of(self.base)
         if name is None:

@@ -1,23 +1,23 @@
-"""From router logits to experts and weights: the routing methods of the field, in torch.
+"""Routing methods in torch: from router logits to expert ids and weights.
 
-:func:`route` is the reference; :func:`moe_core.kernels.ops.routing.fused_route` is the same as one kernel and agrees
-with it bit for bit.  One pipeline covers every method (``l`` the logits of a token, all arithmetic in float32)::
+:func:`route` is the reference. :func:`moe_core.kernels.ops.routing.fused_route` computes the same in one kernel, bit
+for bit. One pipeline covers every method (``l`` are the logits of a token; all arithmetic is in float32)::
 
     score  = softmax(l) | sigmoid(l) | sqrt(softplus(l)) | l
-    choice = score + correction_bias                 # the bias moves the choice, never the weight
-    keep the topk_group best of num_expert_group groups   # by the sum of a group's two best choices with a bias,
-                                                          # by its best choice without one
-    ids    = the top_k largest choices, best first; of equal ones the lower id
+    choice = score + correction_bias                 # the bias affects the choice, never the weight
+    keep the topk_group best of num_expert_group groups   # with a bias: by the sum of a group's two best choices;
+                                                          # without: by its best choice
+    ids    = the top_k largest choices, best first; on ties the lower id
     weight = score[ids]                              # or softmax of the chosen logits alone
-    weight = weight / (sum(weight) + 1e-20)          # where renormalize
+    weight = weight / (sum(weight) + 1e-20)          # if renormalize
     weight = weight * routed_scaling_factor
 
-Without a bias the choice is made on the logits: score grows with the logit, and logits still differ where their
-scores have rounded to the same float32.
+Without a bias the choice is made on the logits: the score grows with the logit, and logits can still differ where
+their scores round to the same float32.
 
-Not a number.  A NaN logit counts as -inf, and an expert whose logit is -inf (or whose choice is NaN) comes after
-every other; its weight is 0 by sigmoid and softmax.  A row without any number gets ids 0, 1, ... and, by softmax,
-equal weights.  Ids are in range and distinct for every input.
+NaN handling: a NaN logit counts as -inf. An expert whose logit is -inf, or whose choice is NaN, comes after all
+others; its weight is 0 with sigmoid and softmax. A row that contains only NaN or -inf gets ids 0, 1, ... and, with
+softmax, equal weights. Ids are in range and distinct for every input.
 """
 
 from __future__ import annotations
@@ -33,45 +33,47 @@ from torch import Tensor
 from moe_core._support.exact import exp_nonpositive, ordered_int, sigmoid, sqrt_softplus, sum_pairwise, sum_unit_terms
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape
 
-#: ``(router_logits [M, E], top_k=..., renormalize=...) -> (weights [M, k], ids [M, k])``
+#: ``(router_logits [M, E], top_k=..., renormalize=...) -> (weights [M, k], ids [M, k])``.
 CustomRouting = Callable[..., tuple[Tensor, Tensor]]
 
 SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus", "none")
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: added to the sum before renormalising, so that a row of zero scores gives zeros
+#: Added to the sum before renormalization, so that a row of zero scores gives zeros.
 RENORM_EPSILON = 1e-20
 
 
 class RoutingMethodType(IntEnum):
-    """Names that kernels know routing methods by."""
+    """Routing methods, under the names that kernels use."""
 
     Default = 0  # softmax -> top-k
     Renormalize = 1  # top-k -> softmax
-    DeepSeekV3 = 2  # sigmoid -> + bias -> two best per group -> groups -> top-k -> renormalise
+    DeepSeekV3 = 2  # sigmoid -> + bias -> two best per group -> groups -> top-k -> renormalize
     Llama4 = 3  # top-1 -> sigmoid
-    RenormalizeNaive = 4  # softmax -> top-k -> renormalise
-    TopK = 5  # top-k of the logits, which are the weights
-    SigmoidRenorm = 6  # sigmoid -> top-k -> renormalise
-    MiniMax2 = 7  # sigmoid -> + bias -> top-k -> renormalise
+    RenormalizeNaive = 4  # softmax -> top-k -> renormalize
+    TopK = 5  # top-k of the logits, which are also the weights
+    SigmoidRenorm = 6  # sigmoid -> top-k -> renormalize
+    MiniMax2 = 7  # sigmoid -> + bias -> top-k -> renormalize
     Sigmoid = 8  # sigmoid -> top-k
     Unspecified = 9  # none of these
-    DeepseekV4 = 100  # sqrt(softplus) -> + bias -> top-k -> renormalise
+    DeepseekV4 = 100  # sqrt(softplus) -> + bias -> top-k -> renormalize
     Custom = 101  # a callable
-    Simulated = 102  # load tests of engines; not computed here
+    Simulated = 102  # load tests of engines; not supported here
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How logits become experts and weights; see the module docstring.
+    """How router logits become expert ids and weights; see the module docstring.
 
-    - ``scoring_func``: ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"`` or ``"none"`` (the logit itself)
-    - ``renormalize``: divide the chosen weights by their sum
-    - ``score_selected_only``: score the chosen logits alone (softmax after top-k, Llama 4's sigmoid)
-    - ``num_expert_group``, ``topk_group``: groups of equal size and how many of them a token may use
-    - ``routed_scaling_factor``: multiplies the weights at the end
-    - ``has_correction_bias``: a bias ``[E]`` takes part in the choice
-    - ``custom``: a callable instead of all this, ``custom(router_logits, top_k=..., renormalize=...)``
+    Attributes:
+        scoring_func: ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"`` or ``"none"`` (the logit itself).
+        renormalize: Divide the chosen weights by their sum.
+        score_selected_only: Score only the chosen logits (softmax after top-k, Llama 4's sigmoid).
+        num_expert_group: Number of expert groups of equal size.
+        topk_group: Number of groups that a token may use.
+        routed_scaling_factor: Factor of the final weights.
+        has_correction_bias: Whether a bias ``[E]`` is added for the choice.
+        custom: Callable that replaces all of this: ``custom(router_logits, top_k=..., renormalize=...)``.
     """
 
     scoring_func: str = "softmax"
@@ -105,17 +107,17 @@ class RoutingConfig:
 
     @property
     def groups(self) -> int:
-        """Number of groups; 1 where there are none."""
+        """Number of groups; 1 without grouping."""
         return self.num_expert_group or 1
 
     @property
     def is_grouped(self) -> bool:
-        """Whether experts are chosen within the best groups only."""
+        """Whether experts are chosen from the best groups only."""
         return self.groups > 1
 
     @property
     def method(self) -> RoutingMethodType:
-        """The method's name among kernels; Unspecified for a combination without one (computed all the same)."""
+        """The corresponding method; Unspecified for a combination without a name, which works too."""
         if self.custom is not None:
             return RoutingMethodType.Custom
         key = (self.scoring_func, self.renormalize, self.score_selected_only)
@@ -136,10 +138,23 @@ class RoutingConfig:
         routed_scaling_factor: float = 1.0,
         custom: CustomRouting | None = None,
     ) -> RoutingConfig:
-        """The configuration of a method by name.
+        """Make the config of a named method.
 
-        DeepSeekV3, MiniMax2 and DeepseekV4 take a correction bias; DeepSeekV3 needs groups and Custom a callable.
-        Unspecified and Simulated name no computation and are refused.
+        DeepSeekV3, MiniMax2 and DeepseekV4 use a correction bias.
+
+        Args:
+            method: The method or its name.
+            num_expert_group: Number of expert groups; required for DeepSeekV3, invalid for the others.
+            topk_group: Number of groups that a token may use.
+            routed_scaling_factor: Factor of the final weights.
+            custom: Routing callable; required for Custom.
+
+        Returns:
+            The config.
+
+        Raises:
+            ConfigError: An argument does not fit the method, or the method is Unspecified or Simulated, which define
+                no computation.
         """
         check_instance("method", method, RoutingMethodType, str)
         check_instance("num_expert_group", num_expert_group, int, type(None))
@@ -175,10 +190,19 @@ class RoutingConfig:
 
     @staticmethod
     def parse(text: str) -> RoutingConfig:
-        """The configuration of a text such as ``"sigmoid,renormalize,has_correction_bias,routed_scaling_factor=2.5"``.
+        """Parse a text such as ``"sigmoid,renormalize,routed_scaling_factor=2.5"``.
 
-        First comes a scoring function, with what is not named off, or a method's name ("DeepSeekV3"); fields follow by
-        name, with ``=`` and a number where they are numbers.
+        The text starts with a scoring function or with the name of a method ("DeepSeekV3"). After a scoring function,
+        every flag that is not named is off. Numeric fields are given as ``name=number``.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The config.
+
+        Raises:
+            ConfigError: The text is invalid.
         """
         check_instance("text", text, str)
         first, *rest = (part.strip() for part in text.split(","))
@@ -186,7 +210,7 @@ class RoutingConfig:
         if is_method and first.lower() not in {method.name.lower() for method in RoutingMethodType}:
             known = ", ".join([*SCORING_FUNCS, *(method.name for method in RoutingMethodType)])
             raise ConfigError(f"routing {first!r} is unknown; known: {known}")
-        # a method's name says what is on
+        # The name of a method determines the flags.
         fields = {name: kind for name, kind in _TEXT_FIELDS.items() if not is_method or kind is not bool}
         values: dict[str, Any] = {}
         for part in rest:
@@ -204,7 +228,15 @@ class RoutingConfig:
         return RoutingConfig(scoring_func=first, **{"renormalize": False, **values})
 
     def check(self, *, num_experts: int, top_k: int) -> None:
-        """Raise :class:`ConfigError` unless a layer of ``num_experts`` and ``top_k`` can be routed so."""
+        """Check that this routing is valid for a layer.
+
+        Args:
+            num_experts: Number of experts E.
+            top_k: Number of experts per token.
+
+        Raises:
+            ConfigError: It is not.
+        """
         check_instance("num_experts", num_experts, int, torch.SymInt)
         check_instance("top_k", top_k, int)
         if not 1 <= top_k <= num_experts:
@@ -223,7 +255,7 @@ class RoutingConfig:
             raise ConfigError(f"routing method Llama4 takes one expert per token, got top_k {top_k}")
 
 
-#: fields of :meth:`RoutingConfig.parse` after the first
+#: Fields that :meth:`RoutingConfig.parse` accepts after the first entry.
 _TEXT_FIELDS: dict[str, type] = {
     "renormalize": bool,
     "score_selected_only": bool,
@@ -238,7 +270,7 @@ def _field_text(name: str, kind: type) -> str:
     return name if kind is bool else f"{name}=<number>"
 
 
-#: (scoring_func, renormalize, score_selected_only) of the methods without bias and groups
+#: (scoring_func, renormalize, score_selected_only) of the methods without bias and groups.
 _METHODS = {
     ("softmax", False, False): RoutingMethodType.Default,
     ("softmax", True, True): RoutingMethodType.Renormalize,
@@ -259,7 +291,18 @@ _BIASED_METHODS = {
 def check_routing_inputs(
     router_logits: Tensor, *, top_k: int, config: RoutingConfig, correction_bias: Tensor | None
 ) -> None:
-    """Raise :class:`TensorError` or :class:`ConfigError` unless the arguments of a routing function fit together."""
+    """Check that the arguments of a routing function fit together.
+
+    Args:
+        router_logits: [M, E] float32, bfloat16 or float16.
+        top_k: Number of experts per token.
+        config: The routing.
+        correction_bias: [E], if and only if ``config.has_correction_bias``.
+
+    Raises:
+        TensorError: A tensor has the wrong shape, dtype or device, or the bias is missing or not allowed.
+        ConfigError: The routing is invalid for this layer.
+    """
     check_shape("router_logits", router_logits, ("M", "E"))
     check_dtype("router_logits", router_logits, LOGIT_DTYPES)
     check_instance("config", config, RoutingConfig)
@@ -282,10 +325,22 @@ def route(
     config: RoutingConfig,
     correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E], best expert first.
+    """Compute expert ids and weights from router logits, best expert first.
 
-    ``router_logits``: float32, bfloat16 or float16, any strides; ``correction_bias`` [E] goes with
-    ``config.has_correction_bias``.  See the module docstring for the methods and for what NaN does.
+    See the module docstring for the methods and NaN handling.
+
+    Args:
+        router_logits: [M, E] float32, bfloat16 or float16, any strides.
+        top_k: Number of experts k per token.
+        config: The routing.
+        correction_bias: [E], if and only if ``config.has_correction_bias``.
+
+    Returns:
+        ``topk_weights`` [M, k] float32 and ``topk_ids`` [M, k] int32.
+
+    Raises:
+        TensorError: A tensor does not fit.
+        ConfigError: The routing is invalid for this layer.
     """
     check_routing_inputs(router_logits, top_k=top_k, config=config, correction_bias=correction_bias)
     if config.custom is not None:
@@ -298,7 +353,7 @@ def route(
     else:
         choice = _scores(logits, config.scoring_func) + correction_bias.float()
         choice = torch.where(choice.isnan() | (logits == float("-inf")), float("-inf"), choice)
-    # unique keys: equal choices are told apart by the expert's id, so the order needs no stable sort
+    # Keys are unique because they include the expert id, so no stable sort is needed.
     experts = logits.shape[1]
     ids = torch.arange(experts, device=logits.device)
     keys = ordered_int(choice).long() * 2**20 + (experts - 1 - ids)
@@ -318,7 +373,22 @@ def route(
 
 
 def call_custom(router_logits: Tensor, *, top_k: int, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """The custom routing's answer, checked for shape and dtype; ids out of range become -1, no expert."""
+    """Call the custom routing and check the shape and dtype of its result.
+
+    Ids out of range become -1 (no expert).
+
+    Args:
+        router_logits: [M, E].
+        top_k: Number of experts k per token.
+        config: Routing with a ``custom`` callable.
+
+    Returns:
+        ``topk_weights`` [M, k] float32 and ``topk_ids`` [M, k] int32.
+
+    Raises:
+        ConfigError: ``config`` has no callable.
+        TensorError: The result is invalid.
+    """
     if config.custom is None:
         raise ConfigError("the routing has no custom callable")
     answer: object = config.custom(router_logits, top_k=top_k, renormalize=config.renormalize)
@@ -329,7 +399,7 @@ def call_custom(router_logits: Tensor, *, top_k: int, config: RoutingConfig) -> 
         check_shape(f"custom routing's {name}", tensor, (router_logits.shape[0], top_k))
     check_dtype("custom routing's weights", weights, LOGIT_DTYPES)
     check_dtype("custom routing's ids", ids, (torch.int32, torch.int64))
-    # before the ids become 32 bits wide: 2**32 + 1 must not turn into expert 1
+    # Checked before the conversion to 32 bits: 2**32 + 1 must not become expert 1.
     ids = torch.where((ids >= 0) & (ids < router_logits.shape[1]), ids, -1)
     return weights.float() * config.routed_scaling_factor, ids.int()
 
@@ -346,7 +416,7 @@ def _scores(logits: Tensor, scoring_func: str) -> Tensor:
 
 
 def _powers(logits: Tensor) -> Tensor:
-    """exp(l - max l) per row; an infinite maximum stands for itself, so that no inf - inf appears."""
+    """exp(l - max l) per row; the maximum itself gives 1, which avoids inf - inf."""
     largest = logits.amax(dim=1, keepdim=True)
     return exp_nonpositive(torch.where(logits == largest, 0.0, logits - largest))
 

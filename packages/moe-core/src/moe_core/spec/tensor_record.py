@@ -1,4 +1,4 @@
-"""Dataclasses that hold tensors: what they print, and how they are pickled."""
+"""Printing and pickling of dataclasses that hold tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_core.spec.quant_key import QuantKey, key_name
 
-#: dtypes that torch's own pickling of a tensor cannot write
+#: Dtypes that torch cannot pickle directly.
 _BY_BYTES = frozenset(
     {
         torch.float8_e4m3fn,
@@ -24,7 +24,10 @@ _BY_BYTES = frozenset(
 
 
 class TensorRecord:
-    """Base of such dataclasses (with ``repr=False``): prints shapes and dtypes, no values; pickles 8-bit floats too."""
+    """Base class of dataclasses that hold tensors (declared with ``repr=False``).
+
+    The repr shows shapes and dtypes but no values. Pickling supports 8-bit floats too.
+    """
 
     def __repr__(self) -> str:
         shown = {name: described(value) for name, value in self.__dict__.items() if value is not None and value != {}}
@@ -38,7 +41,15 @@ class TensorRecord:
 
 
 def described(value: Any) -> str:
-    """``[8, 1024, 512] bfloat16`` for a tensor (and its device, unless that is the CPU), its name for a key."""
+    """Describe a field value in the repr of a record.
+
+    Args:
+        value: A tensor, a quantization key, a mapping of these, or anything else.
+
+    Returns:
+        ``[8, 1024, 512] bfloat16`` for a tensor, plus its device unless that is the CPU; the name of a key; the repr
+        of other values.
+    """
     if isinstance(value, Tensor):
         place = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{place}"
@@ -49,7 +60,7 @@ def described(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A tensor's bytes, and the dtype that they are read as."""
+    """A tensor's bytes, and the dtype to view them as."""
 
     tensor: Tensor
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Canonical weights (what format adapters produce) and kernel weights (what backends consume)."""
+"""Canonical weights (made by format adapters) and kernel weights (read by backends)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,23 @@ from moe_core.spec.tensor_record import TensorRecord
 
 
 def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 1) -> tuple[int, ...]:
-    """Shape of the canonical scale of ``[experts, rows, cols]`` weights.
+    """Compute the shape of the canonical scale of ``[experts, rows, cols]`` weights.
 
-    ``parts`` stacked matrices (gate and up: 2) of ``rows / parts`` rows each own
-    their scale rows, so a partial last block of the gate is not shared with the up rows.
-    Per tensor: ``[E, parts]``.  Otherwise ``[E, parts * grid_rows, grid_cols]``.
-    Raises ConfigError for a key with two levels of scales.
+    ``parts`` stacked matrices (2 for gate and up) have ``rows / parts`` rows each. Every part has separate scale
+    rows, so a partial last block of the gate is not shared with the up rows.
+
+    Args:
+        key: Quantization key of the weights.
+        experts: Number of experts E.
+        rows: Number of rows of all parts together.
+        cols: Number of columns.
+        parts: Number of stacked matrices.
+
+    Returns:
+        ``[E, parts]`` for per-tensor scales, else ``[E, parts * grid_rows, grid_cols]``.
+
+    Raises:
+        ConfigError: ``key`` has two levels of scales.
     """
     check_instance("key", key, QuantKey)
     check_one_level(key)
@@ -39,10 +50,18 @@ def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 
 
 
 def with_groups_of(scale: Tensor, expected: tuple[int, ...], key: QuantKey) -> tuple[int, ...]:
-    """The shape ``expected`` of a scale; for permuted keys of groups, with as many groups as ``scale`` has.
+    """Adapt the expected scale shape of a permuted key to the number of groups in ``scale``.
 
-    There the columns say their group, and part of a row may belong to groups of the whole row.  A key of one scale per
-    row leaves nothing to say: its rows have one group.
+    With permuted keys ``g_idx`` gives the group of every column, and a shard of a row can refer to groups of the
+    whole row. Keys with one scale per row are exempt: each of their rows has one group.
+
+    Args:
+        scale: The scale tensor.
+        expected: Scale shape that follows from the size of the weights.
+        key: Quantization key of the weights.
+
+    Returns:
+        ``expected``, with the number of groups of ``scale`` as last dimension for permuted keys with groups.
     """
     if not key.permuted or key.group_size == -1 or scale.dim() != len(expected) or not scale.shape[-1]:
         return expected
@@ -53,21 +72,32 @@ def with_groups_of(scale: Tensor, expected: tuple[int, ...], key: QuantKey) -> t
 class MoEWeights(TensorRecord):
     """Canonical weights of the local experts of one layer.
 
-    - ``w13`` [E, 2N, K] (gate rows, then up rows; [E, N, K] without a gate), ``w2`` [E, K, N];
-      packed dtypes divide the last dimension by ``weight_key.packing.values_per_word``
-    - ``w13_scale``, ``w2_scale``: see :func:`scale_shape`; zero points have the scale's shape
-    - ``w13_input_scale``, ``w2_input_scale`` [E] float32: static activation scales; ``w13_input_zero_point``,
-      ``w2_input_zero_point`` [E] int32: their zero points, for keys that have them
-    - ``w13_bias`` [E, 2N], ``w2_bias`` [E, K]
-    - ``w13_g_idx`` [E, K], ``w2_g_idx`` [E, N] int32: the group of each column, for permuted keys; a group may have any
-      number of columns, and there may be more groups than the columns would fill: those of a row that ranks share
-    - ``w13_pre_scale`` [E, K], ``w2_pre_scale`` [E, N] float32: factors of the columns of x and of the activated
-      values, for pre-scaled keys
+    Packed dtypes divide the last dimension of w13 and w2 by ``weight_key.packing.values_per_word``.
 
-    - ``shared``: somebody else keeps the tensors, a model its parameters.  Backends that read them as they are do so
-      then, also where another layout would be faster: weights would be in memory twice
-
-    ``weight_key`` None: 16-bit weights without scales.  Keys may be given by name.
+    Attributes:
+        weight_key: Quantization key of the weights, or its name; None: 16-bit weights without scales.
+        activation_key: Quantization key of the activations, or its name; None: 16-bit activations.
+        w13: [E, 2N, K]: gate rows, then up rows; [E, N, K] without a gate.
+        w2: [E, K, N].
+        w13_scale: Scale of w13, see :func:`scale_shape`.
+        w2_scale: Scale of w2, see :func:`scale_shape`.
+        w13_zero_point: Zero points in the shape of ``w13_scale``.
+        w2_zero_point: Zero points in the shape of ``w2_scale``.
+        w13_input_scale: [E] float32, static activation scales.
+        w2_input_scale: [E] float32, static activation scales.
+        w13_input_zero_point: [E] int32, zero points of ``w13_input_scale``, for keys that have them.
+        w2_input_zero_point: [E] int32, zero points of ``w2_input_scale``, for keys that have them.
+        w13_bias: [E, 2N].
+        w2_bias: [E, K].
+        w13_g_idx: [E, K] int32, the group of each column, for permuted keys. A group may have any number of columns.
+            There may be more groups than these columns would fill: a shard of a row refers to the groups of the whole
+            row.
+        w2_g_idx: [E, N] int32, as ``w13_g_idx``.
+        w13_pre_scale: [E, K] float32, factors of the columns of x, for pre-scaled keys.
+        w2_pre_scale: [E, N] float32, factors of the activated values, for pre-scaled keys.
+        shared: Whether someone else also holds the tensors, e.g. a model its parameters. Backends that can read them
+            as they are then do so even if another layout would be faster, because a second copy would double the
+            memory.
     """
 
     weight_key: QuantKey | None
@@ -90,7 +120,7 @@ class MoEWeights(TensorRecord):
     w2_pre_scale: Tensor | None = None
     shared: bool = False
 
-    if TYPE_CHECKING:  # the fields, of which keys may be given by name
+    if TYPE_CHECKING:  # Declares the fields, of which keys accept names.
 
         def __init__(
             self,
@@ -121,6 +151,7 @@ class MoEWeights(TensorRecord):
             object.__setattr__(self, name, as_quant_key(getattr(self, name), name))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the tensors that are set, as ``(name, tensor)``."""
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
@@ -128,17 +159,32 @@ class MoEWeights(TensorRecord):
 
     @property
     def nbytes(self) -> int:
+        """Total size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
     @property
     def weight_scales(self) -> tuple[Tensor, Tensor]:
-        """(``w13_scale``, ``w2_scale``).  Raises TensorError where one is missing."""
+        """``(w13_scale, w2_scale)``.
+
+        Raises:
+            TensorError: One of the two is missing.
+        """
         if self.w13_scale is None or self.w2_scale is None:
             raise TensorError(f"w13_scale and w2_scale are missing: the weights are {self.weight_key}")
         return self.w13_scale, self.w2_scale
 
     def to(self, device: torch.device | str) -> MoEWeights:
-        """The same weights on another device."""
+        """Copy the weights to another device.
+
+        Args:
+            device: The target device.
+
+        Returns:
+            The weights on ``device``.
+
+        Raises:
+            TensorError: A tensor is on the meta device and has no values to copy.
+        """
         where = as_torch_device(device)
         for name, tensor in self.tensors():
             if tensor.is_meta and where.type != "meta":
@@ -147,9 +193,9 @@ class MoEWeights(TensorRecord):
         return replace(self, **moved)
 
     def detached(self) -> MoEWeights:
-        """The same weights, in the same memory, as plain tensors without gradients.
+        """Return the weights as plain tensors without gradients, in the same memory.
 
-        What is put into a parameter's ``data`` later changes nothing of them.
+        Assigning to a parameter's ``data`` later does not change them.
         """
         moved: dict[str, Any] = {
             name: tensor.detach()
@@ -159,19 +205,29 @@ class MoEWeights(TensorRecord):
         return replace(self, **moved) if moved else self
 
     def row_major(self) -> MoEWeights:
-        """The same weights with contiguous last dimensions, which backends rely on; copies only what is not so."""
+        """Return the weights with contiguous last dimensions, which backends rely on.
+
+        Only tensors that are not contiguous there are copied.
+        """
         moved: dict[str, Any] = {
             name: tensor.contiguous() for name, tensor in self.tensors() if tensor.dim() and tensor.stride(-1) != 1
         }
         return replace(self, **moved) if moved else self
 
     def validate(self, config: FusedMoEConfig, *, values: bool = False) -> None:
-        """Raise TensorError for a tensor that does not fit ``config`` and the keys.
+        """Check that every tensor fits ``config`` and the keys.
 
-        So for columns of a group that is not there, and zero points out of range, which synchronises with a device that
-        holds any.  With ``values`` also look into scales (NaN, Inf; negative, except of integer codes; 0 where one
-        scale covers a whole matrix or is divided by), biases (NaN, Inf), codes (NaN; 4-bit ones in bytes: out of
-        range): reads every byte and synchronises.
+        The check includes column groups and zero points that are out of range. If a tensor of that kind is on a
+        device, the check synchronizes with the device.
+
+        Args:
+            config: Configuration of the layer.
+            values: Also check values, which reads every byte and synchronizes. Scales must not be NaN or Inf; nor
+                negative, except those of integer codes; nor 0 where one scale covers a whole matrix or is a divisor.
+                Biases must not be NaN or Inf, and codes not NaN. 4-bit codes stored in bytes must be in range.
+
+        Raises:
+            TensorError: A tensor does not fit.
         """
         check_instance("config", config, FusedMoEConfig)
         experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
@@ -208,8 +264,8 @@ class MoEWeights(TensorRecord):
             raise TensorError(f"the weights of one layer are on several devices: {found}")
         self._check_integers()
         if values:
-            # quantizers that give a group's largest weight the lowest code write scales of either sign; factors of
-            # inputs are not scales of codes: any finite number
+            # Quantizers that map a group's largest weight to the lowest code write scales of either sign. Pre-scales
+            # are factors of inputs, not scales of codes, and may be any finite number.
             key = self.weight_key
             integers = key is not None and key.dtype.kind in (NumberKind.INT, NumberKind.UINT)
             signed = {"w13_scale", "w2_scale"} if integers else set()
@@ -220,21 +276,24 @@ class MoEWeights(TensorRecord):
             self._check_codes()
 
     def _never_zero(self) -> set[str]:
-        """Scales of whole matrices, where 0 would lose every weight, and those that activations are divided by."""
+        """Names of scales that must not be 0.
+
+        A zero scale of a whole matrix would lose every weight; a static activation scale is a divisor.
+        """
         names = {"w13_input_scale", "w2_input_scale"}
         if self.weight_key is not None and self.weight_key.group_shape.is_per_tensor:
             names |= {"w13_scale", "w2_scale"}
         return names
 
     def _check_codes(self) -> None:
-        """Integer codes in storage wider than they are."""
+        """Check integer codes that are stored in a wider type."""
         key = self.weight_key
         if key is not None and key.packing is None and key.dtype.kind is NumberKind.INT and key.dtype.bits < 8:
             for name in ("w13", "w2"):
                 check_range(name, getattr(self, name), key.dtype)
 
     def _check_integers(self) -> None:
-        """Numbers that kernels take as they are: groups of columns, zero points."""
+        """Check integers that kernels use unchecked: column groups and zero points."""
         key, activation = self.weight_key, self.activation_key
         for name in ("w13", "w2"):
             g_idx, scale = getattr(self, f"{name}_g_idx"), getattr(self, f"{name}_scale")
@@ -243,7 +302,7 @@ class MoEWeights(TensorRecord):
                 check_integers(f"{name}_g_idx", g_idx, 0, groups - 1, f"{name}_scale has {groups} groups")
             zero_point: Tensor | None = getattr(self, f"{name}_zero_point")
             if zero_point is not None and key is not None:
-                # one more than codes have: some tools store zero points minus one
+                # The bound is one above the largest code because some tools store zero points minus one.
                 low, high = (int(bound) + key.dtype.offset for bound in (key.dtype.min_value, key.dtype.max_value))
                 check_integers(f"{name}_zero_point", zero_point, low, high + 1, f"zero points of {key.dtype.name}")
             zero_point = getattr(self, f"{name}_input_zero_point")
@@ -251,7 +310,7 @@ class MoEWeights(TensorRecord):
                 check_range(f"{name}_input_zero_point", zero_point, activation.dtype)
 
     def _validate_extras(self, name: str, config: FusedMoEConfig, rows: int, cols: int) -> None:
-        """Bias, static activation scale and column groups of one of the two matrices."""
+        """Check bias, static activation scale, column groups and pre-scale of one matrix."""
         experts, key, activation = config.local_experts, self.weight_key, self.activation_key
         wanted = {
             "bias": (config.has_bias, f"config.has_bias={config.has_bias}", (experts, rows)),
@@ -285,7 +344,17 @@ class MoEWeights(TensorRecord):
 
 
 def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
-    """Tensor dtypes that hold weights of ``key``.  Raises ConfigError for a key with two levels of scales."""
+    """List the tensor dtypes that can hold weights of ``key``.
+
+    Args:
+        key: Quantization key; None: unquantized weights.
+
+    Returns:
+        The dtypes.
+
+    Raises:
+        ConfigError: ``key`` has two levels of scales.
+    """
     check_one_level(key)
     if key is None:
         return (torch.bfloat16, torch.float16, torch.float32)
@@ -297,13 +366,33 @@ def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
 
 
 def check_range(name: str, tensor: Tensor, dtype: QuantDtype) -> None:
-    """Raise TensorError for integers that no code of ``dtype`` is."""
+    """Raise TensorError for integers that are not valid codes of ``dtype``.
+
+    Args:
+        name: Name of the tensor, for the message.
+        tensor: Integer tensor.
+        dtype: Element type whose range is valid.
+
+    Raises:
+        TensorError: A value is out of range.
+    """
     check_integers(name, tensor, int(dtype.min_value), int(dtype.max_value), f"codes of {dtype.name}")
 
 
 def check_integers(name: str, tensor: Tensor, low: int, high: int, what: str) -> None:
-    """Raise TensorError for integers outside ``low`` to ``high``; ``what`` they are."""
-    # a bound that the tensor's type does not hold would wrap around
+    """Raise TensorError for integers outside ``low`` to ``high``.
+
+    Args:
+        name: Name of the tensor, for the message.
+        tensor: Integer tensor.
+        low: Smallest valid value.
+        high: Largest valid value.
+        what: Description of the valid values, for the message.
+
+    Raises:
+        TensorError: A value is out of range.
+    """
+    # A bound outside the range of the tensor's dtype would wrap around.
     holds = torch.iinfo(tensor.dtype)
     bad = (tensor < max(low, holds.min)) | (tensor > min(high, holds.max))
     if bool(bad.any()):
@@ -312,7 +401,17 @@ def check_integers(name: str, tensor: Tensor, low: int, high: int, what: str) ->
 
 
 def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = False) -> None:
-    """Raise TensorError for NaN or Inf in ``tensor`` and, in a scale, for negative values (``positive``: and zero)."""
+    """Raise TensorError for NaN or Inf in ``tensor``.
+
+    Args:
+        name: Name of the tensor, for the message.
+        tensor: The tensor to check; integer tensors other than e8m0 scales pass.
+        scale: The tensor is a scale: also reject negative values.
+        positive: Also reject zero.
+
+    Raises:
+        TensorError: A value is invalid.
+    """
     if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = tensor.view(torch.uint8) & 0x7F
         bad = codes == 0x7F if tensor.dtype is torch.float8_e4m3fn else codes >= 0x7C
@@ -335,10 +434,15 @@ def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = Fal
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class KernelWeights(TensorRecord):
-    """Weights in one backend's own layout, with the quant config that describes them.
+    """Weights in the layout of one backend, with the quant config that describes them.
 
-    ``extra`` holds whatever else the backend keeps per layer (permutations, locks …).  ``arrangement``: in words, by
-    name (w13, w2), what sizes of tensors follow from beside the layer and its keys, where such a thing is.
+    Attributes:
+        w13: First matrix of each expert, in the backend's layout.
+        w2: Second matrix of each expert, in the backend's layout.
+        quant_config: Scales, zero points and biases.
+        extra: Other tensors that the backend keeps per layer (permutations, locks …).
+        arrangement: Per matrix ("w13", "w2"), a description of whatever determines tensor sizes in addition to the
+            layer and its keys. Matrices without such a dependency have no entry.
     """
 
     w13: Tensor
@@ -348,6 +452,7 @@ class KernelWeights(TensorRecord):
     arrangement: Mapping[str, str] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over all tensors as ``(name, tensor)``."""
         yield "w13", self.w13
         yield "w2", self.w2
         yield from self.quant_config.tensors()
@@ -355,14 +460,23 @@ class KernelWeights(TensorRecord):
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.w13.device
 
     @property
     def nbytes(self) -> int:
+        """Total size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
     def apart_from(self, weights: MoEWeights) -> KernelWeights:
-        """These weights, with copies of the tensors that lie in the memory of ``weights``."""
+        """Clone the tensors that share storage with ``weights``; keep the others.
+
+        Args:
+            weights: Canonical weights whose memory must not be shared.
+
+        Returns:
+            Kernel weights that share no storage with ``weights``.
+        """
         shared = {tensor.untyped_storage().data_ptr() for _, tensor in weights.tensors()}
 
         def own(tensor: Tensor) -> Tensor:
@@ -379,8 +493,13 @@ class KernelWeights(TensorRecord):
     def copy_(self, other: KernelWeights) -> None:
         """Overwrite every tensor in place, so that captured CUDA graphs see the new weights.
 
-        All or nothing: raises TensorError, before anything is written, where arrangements, names, shapes or dtypes
-        differ, and for a tensor that cannot be read, or written.
+        The copy is all or nothing: errors are raised before anything is written.
+
+        Args:
+            other: The new weights.
+
+        Raises:
+            TensorError: Arrangements, names, shapes or dtypes differ, or a tensor cannot be read or written.
         """
         check_instance("other", other, KernelWeights)
         for name in sorted({*self.arrangement, *other.arrangement}):
@@ -399,7 +518,7 @@ class KernelWeights(TensorRecord):
             check_writable(name, tensor)
             if theirs[name].is_meta:
                 raise TensorError(f"{name} is on the meta device: it has no values to copy")
-        # what can still fail is bringing them here, which is done before the first is written
+        # The transfer to the device is the last step that can fail, so it is done before the first write.
         here = {name: theirs[name].to(tensor.device) for name, tensor in mine.items()}
         with torch.no_grad():
             for name, tensor in mine.items():
@@ -407,32 +526,42 @@ class KernelWeights(TensorRecord):
 
 
 class TensorPlaces:
-    """Where tensors were stored when this was made.
+    """Snapshot of the storage addresses of tensors.
 
-    Whatever holds their addresses, or views of them, is valid only as long as they are :meth:`unmoved`: an engine may
-    free the memory of a layer and allocate other memory later, in the same tensors.
+    Anything that holds their addresses, or views of them, is valid only while the tensors are :meth:`unmoved`. An
+    engine may free the memory of a layer and later allocate other memory for the same tensors.
 
     Args:
-        tensors: The tensors to look at again.  Only the tensors are kept, not their memory.
+        tensors: The tensors to track. Only the tensors are kept, not their memory.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
-        # other memory at the same address may be contiguous where the old one was not, e.g. that of an expanded scale
+        # New memory at the same address may be contiguous where the old memory was not, e.g. that of an expanded
+        # scale.
         self.strided = [tensor for tensor in self.tensors if not tensor.is_contiguous()]
         self.known = self.now()
 
     def now(self) -> list[int | tuple[int, ...]]:
-        """The present addresses, and the strides of tensors that were not contiguous."""
+        """Current addresses, and the strides of tensors that were not contiguous."""
         return [*map(Tensor.data_ptr, self.tensors), *map(Tensor.stride, self.strided)]
 
     def unmoved(self) -> bool:
-        """Whether all tensors are still stored as they were."""
+        """Whether all tensors are still stored where they were."""
         return self.now() == self.known
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """TensorError for a tensor of a layer that cannot be written in place."""
+    """Raise TensorError for a layer tensor that cannot be written in place.
+
+    Args:
+        name: Name of the tensor, for the message.
+        tensor: The tensor to check.
+
+    Raises:
+        TensorError: ``tensor`` is an inference tensor outside of inference mode, or several of its elements share
+            memory.
+    """
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(
             f"{name} was made in torch.inference_mode() and can be overwritten there only: reload within it, "

@@ -1,8 +1,7 @@
-"""Scratch memory of a fused MoE call: stated by the experts, owned by the caller.
+"""Workspace of a fused MoE call: sized by the experts, owned by the caller.
 
-A call without a workspace of the caller's takes one from torch's caching allocator; under CUDA-graph
-capture that is the graph's own pool.  An engine that runs many layers shares one
-:class:`Workspace` among them.
+If the caller passes no workspace, the call allocates one from torch's caching allocator; under CUDA-graph capture
+that is the graph's own pool. An engine that runs many layers shares one :class:`Workspace` among them.
 """
 
 from __future__ import annotations
@@ -20,20 +19,24 @@ from moe_core._support.stream_order import StreamOrder
 from moe_core.errors import TensorError, check_instance, check_tensor
 from moe_core.spec.device import as_torch_device
 
-#: every part starts at a multiple of this many bytes: the widest alignment that TMA and vector loads ask for
+#: Alignment of every tensor in bytes: the widest that TMA and vector loads require.
 ALIGNMENT = 256
-#: in the state of a pickled workspace: its bytes
+#: Key of a pickled workspace's size in bytes.
 _RESERVED = "reserved"
-#: what no copy has: it belongs to calls, and to graphs that were captured with this one's memory
+#: Attributes that are not copied: they belong to calls, and to graphs captured with this workspace's memory.
 _OF_THIS_ONE = frozenset({"lock", "_order", "_kept", "_captured"})
 
 
 @dataclass(frozen=True)
 class WorkspaceSpec:
-    """One scratch tensor: its name, shape and dtype.
+    """Name, shape and dtype of one scratch tensor.
 
-    ``phase``: the part of a call outside of which nothing is kept there, counted from 0; None: no such part.  Tensors
-    of different phases share memory.
+    Attributes:
+        name: Name of the tensor.
+        shape: Its shape.
+        dtype: Its dtype.
+        phase: Index of the only phase of a call that uses the tensor, counted from 0; None: the tensor lives for the
+            whole call. Tensors of different phases share memory.
     """
 
     name: str
@@ -43,16 +46,29 @@ class WorkspaceSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes, without alignment."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
-    """Bytes of one buffer that holds all ``specs``, each aligned: no fewer where a spec is larger."""
+    """Compute the size of one buffer that holds all ``specs``, each aligned.
+
+    The size is monotonic: it never shrinks when a spec grows.
+
+    Args:
+        specs: The scratch tensors.
+
+    Returns:
+        Size in bytes.
+    """
     return _layout(specs)[1]
 
 
 def _layout(specs: Iterable[WorkspaceSpec]) -> tuple[list[tuple[WorkspaceSpec, int]], int]:
-    """Each spec with its first byte, and the bytes of all.  Every phase begins behind what has none."""
+    """Each spec with its byte offset, and the total size.
+
+    Every phase starts after the tensors that have no phase.
+    """
     offsets: dict[int | None, int] = {None: 0}
     inside = []
     for spec in specs:
@@ -65,19 +81,19 @@ def _layout(specs: Iterable[WorkspaceSpec]) -> tuple[list[tuple[WorkspaceSpec, i
 
 
 class Workspace:
-    """A flat buffer that grows to the largest request and is handed out as named tensors.
+    """Flat buffer that grows to the largest request and is handed out as named tensors.
 
-    Growing replaces the buffer.  One that a CUDA graph was captured with is kept as long as the workspace, since
-    replays go on using its address; :meth:`reserve` before capturing saves that memory.
+    Growing replaces the buffer. A buffer that a CUDA graph was captured with is kept as long as the workspace,
+    because replays keep using its address. Calling :meth:`reserve` before the capture saves that memory.
 
-    Calls may be made on several streams, and by several threads: each runs behind the one before it.  Streams that
-    shall run at the same time need a workspace each.  Replays of CUDA graphs are not seen: who replays them on another
-    stream than calls are made on orders them, as with all memory that a graph writes.  A ``buffer`` of the caller's is
-    ordered from the first call with this workspace on, and not across several workspaces that share it.
+    Several streams and threads may make calls: each call runs after the previous one. Streams that must run
+    concurrently need separate workspaces. Replays of CUDA graphs are not tracked: if you replay on another stream
+    than the one calls are made on, order the two yourself, as for all memory that a graph writes. A caller's
+    ``buffer`` is ordered from the first call with this workspace, and not across several workspaces that share it.
 
     Args:
-        device: Where the memory is.
-        buffer: uint8 [bytes] of the caller's, which is never replaced; None: memory of torch's allocator.
+        device: Device of the memory.
+        buffer: Caller's uint8 [bytes] buffer, which is never replaced; None: allocate from torch.
     """
 
     def __init__(self, device: torch.device | str, buffer: Tensor | None = None) -> None:
@@ -93,51 +109,60 @@ class Workspace:
             if buffer.device.type != self.device.type:
                 raise TensorError(f"the workspace is for {self.device}, its buffer is on {buffer.device}")
         self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
-        #: bytes of the last :meth:`take`
+        #: Bytes used by the last :meth:`take`.
         self.taken = 0
 
     def _begin(self) -> None:
-        #: held from :meth:`hold` until the last kernel is launched: kernels of two calls must not alternate
+        #: Held from :meth:`hold` until the last kernel is launched: kernels of two calls must not interleave.
         self.lock = threading.RLock()
         self._order = StreamOrder()
         self._captured = False
         self._kept: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has memory of its own
+        # A copy allocates separate memory.
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_ONE}
         return state if self._fixed else state | {"_buffer": self._buffer.new_empty(0), _RESERVED: self.nbytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
         self.__dict__.update({name: value for name, value in state.items() if name != _RESERVED})
-        self.device = self._buffer.device  # where it was put: torch.load may map it elsewhere
+        self.device = self._buffer.device  # The device follows the buffer: torch.load may map it elsewhere.
         if not self._fixed:
             self.reserve(state[_RESERVED])
 
     @property
     def captured(self) -> bool:
-        """Whether CUDA graphs were captured with its memory."""
+        """Whether CUDA graphs were captured with this workspace's memory."""
         return self._captured or bool(self._kept)
 
     @property
     def place(self) -> torch.device:
-        """Where the memory is, with the device's number."""
+        """Device of the memory, with its index."""
         return self._buffer.device
 
     @property
     def nbytes(self) -> int:
+        """Current size of the buffer in bytes."""
         return self._buffer.numel()
 
     def reserve(self, nbytes: int) -> None:
-        """Grow to at least ``nbytes`` now.  Raises TensorError if the buffer is the caller's and too small."""
+        """Grow the buffer to at least ``nbytes`` now.
+
+        Args:
+            nbytes: Size in bytes.
+
+        Raises:
+            TensorError: The buffer is the caller's and too small, or ``nbytes`` is 2^63 or more.
+        """
         check_instance("nbytes", nbytes, int)
         if nbytes >= 2**63:
             raise TensorError(f"nbytes is {nbytes}, expected less than 2^63: no memory has as many")
         if nbytes > self._buffer.numel():
             self._grow(nbytes)
             if self.device.type == "cuda":
-                # new memory is of the current stream: others wait for what this one had there before
+                # New memory belongs to the current stream: other streams must wait for the work that used it here
+                # before.
                 self._order.follow(self._buffer.device)
 
     def _grow(self, nbytes: int) -> None:
@@ -148,14 +173,23 @@ class Workspace:
                 self._kept.append(self._buffer)
                 self._captured = False
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            # nobody has used it: the old memory is kept by torch until its streams are done
+            # No call has used the new memory; torch keeps the old memory until its streams are done.
             self._order = StreamOrder()
 
     def hold(self, nbytes: int) -> Tensor:
-        """The buffer, of at least ``nbytes``, for what is launched on the current stream until :attr:`lock` is free.
+        """Return the buffer for launches on the current stream until :attr:`lock` is released.
 
-        Work of earlier calls on other streams is waited for, on the device.  The buffer stays if a CUDA graph is being
-        captured.
+        The device waits for the work of earlier calls on other streams. A buffer that is used during a CUDA graph
+        capture is kept.
+
+        Args:
+            nbytes: Minimum size in bytes.
+
+        Returns:
+            uint8 buffer of at least ``nbytes``.
+
+        Raises:
+            TensorError: The buffer is the caller's and too small.
         """
         if nbytes > self._buffer.numel():
             self._grow(nbytes)
@@ -164,7 +198,17 @@ class Workspace:
         return self._buffer
 
     def take(self, specs: Iterable[WorkspaceSpec]) -> Mapping[str, Tensor]:
-        """Tensors for ``specs`` by name; uninitialised, and shared with every other ``take``."""
+        """Return uninitialized tensors for ``specs``; every other ``take`` shares their memory.
+
+        Args:
+            specs: The scratch tensors.
+
+        Returns:
+            Tensors by name.
+
+        Raises:
+            TensorError: The buffer is the caller's and too small.
+        """
         placed, self.taken = _layout(specs)
         buffer = self.hold(self.taken)
         tensors: dict[str, Tensor] = {}

@@ -1,13 +1,13 @@
-"""Testing for this project and for packages that extend it.
+"""Testing tools for this project and for packages that extend it.
 
 - :mod:`moe_core.testing.conformance`: the conformance kit, which tests every claim of an experts class
-- :mod:`moe_core.reference.tolerance`: how far from the float64 reference a result may be, and why
-- :mod:`moe_core.testing.diagnosis`: which of the usual mistakes explains a wrong result
+- :mod:`moe_core.reference.tolerance`: allowed error compared with the float64 reference, and its derivation
+- :mod:`moe_core.testing.diagnosis`: names the common mistake that explains a wrong result
 - :mod:`moe_core.testing.data`: random weights, inputs and routing for any layer and keys
 - :mod:`moe_core.testing.checkpoints`: small checkpoints with exact values, for tests of formats
-- :mod:`moe_core.testing.scheme`: what every scheme must do, as tests of its package
-- :mod:`moe_core.testing.compile`: compiles Triton kernels for GPUs that are not here
-- :mod:`moe_core.testing.interpreter`: Triton's interpreter, made faster
+- :mod:`moe_core.testing.scheme`: test suites that every scheme package must pass
+- :mod:`moe_core.testing.compile`: compiles Triton kernels for GPUs that are not installed
+- :mod:`moe_core.testing.interpreter`: a faster Triton interpreter
 - :mod:`moe_core.testing.plugin`: the pytest plugin
 """
 

@@ -1,14 +1,14 @@
-"""Looks in Triton's GPU code for barriers of which the memory may be given to data while they are still barriers.
+"""Find mbarriers in Triton's GPU code whose memory may be reused while they are still valid.
 
-The memory of an mbarrier is no other data's until the barrier has been invalidated (PTX: `mbarrier.inval`).  What
-breaks the rule computes the right result as long as it has the GPU to itself.  Where processes share a GPU, one is
-stopped in the middle of a kernel; when it goes on, the state of every barrier is put back, and with it eight bytes
-over the data that had its place.
+The memory of an mbarrier must not hold other data until the barrier is invalidated (PTX: `mbarrier.inval`). Code that
+breaks the rule computes the right result as long as it has the GPU to itself. If processes share a GPU, a process may
+be preempted in the middle of a kernel. On resumption, the state of every barrier is restored, which overwrites eight
+bytes of the data that took its place.
 
-Triton gives the memory of an allocation to another one as soon as nothing asks for the first any more, and tells no
-barrier.  So each is invalidated, or passed to `warp_specialize`, behind which kernels allocate nothing.
+Triton reuses the memory of an allocation after its last use and does not invalidate barriers in it. So every barrier
+must be invalidated, or passed to `warp_specialize`, after which kernels allocate nothing.
 
-The text is that of Triton 3.6 to 3.9.
+The patterns match the IR of Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ _NAME = re.compile(r"%[\w.#]+")
 
 
 def abandoned_barriers(ttgir: str) -> list[str]:
-    """Names of allocations with barriers that are neither invalidated nor passed to all warps."""
+    """Return the allocations with barriers that are neither invalidated nor passed to all warps.
+
+    Args:
+        ttgir: TTGIR of a kernel.
+
+    Returns:
+        Names of the allocations, such as ``%0``.
+    """
     whole: dict[str, str] = {}
     initialised: dict[str, None] = {}
     kept: set[str] = set()

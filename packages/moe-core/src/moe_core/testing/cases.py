@@ -1,11 +1,15 @@
-"""The cases of the conformance kit, generated from an experts class's claims.
+"""Cases of the conformance kit, generated from the claims of an experts class.
 
-A case is data: what is checked, the layer, the keys, the tokens and a seed; its id says all of it.  Every claimed value
-of every factor occurs (budget "small"; of some factors, and of a key pattern, every pair of values), or every pair of
-values of any two factors and every key (budget "full"), in as few cases as a greedy search finds; and layers that are
-large in one way (:data:`_LARGE`), for mistakes that small sizes hide.  What the claims allow but
-:meth:`~moe_core.interface.experts.FusedMoEExperts.extra_reasons` refuses is left out; if that leaves nothing of a
-claimed value, a case of the check "claims" fails and says so.
+A case is data: the check, the layer, the keys, the number of tokens and a seed. Its id states all of them. The budgets
+cover the claims in as few cases as a greedy search finds:
+
+- "small": every claimed value of every factor. Some factors, and the values of a key pattern, are covered in pairs.
+- "full": every key, and every pair of values of any two factors.
+
+Both add layers that are large in one dimension (:data:`_LARGE`), for mistakes that small sizes hide.
+
+Layers that the claims allow but :meth:`~moe_core.interface.experts.FusedMoEExperts.extra_reasons` refuses are skipped.
+If that leaves no layer for a claimed value, a case of the check "claims" reports it as a failure.
 """
 
 from __future__ import annotations
@@ -32,30 +36,31 @@ from moe_core.testing.covering import Row, covering_rows
 from moe_core.testing.data import ROUTINGS
 
 BUDGETS = ("small", "full")
-#: factors of few values that mistakes like to combine
+#: factors with few values that mistakes often combine
 PAIRED_IN_SMALL = ("routing", "format", "map", "bias", "ids", "strided", "on_input", "lora")
-#: what must meet in one case of experts that see ids and router weights, so that mistakes with them show in a result
+#: combinations that must occur in one case of experts that see ids and router weights, so that mistakes with them
+#: affect a result
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "ids": torch.int64},
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "map": True},
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "nothing", "map": True},
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "uniform", "on_input": True, "tokens": 17},
 )
-#: several adapters, of a rank that is no power of two
+#: several adapters, with a rank that is not a power of two
 _LORA: dict[str, Any] = {"is_lora_enabled": True, "max_loras": 3, "max_lora_rank": 12}
 KeyPair = tuple[QuantKey | None, QuantKey | None]
 
-#: tokens, hidden and intermediate size, at least, of a layer of two experts: whole tiles for many rows, and long loops
+#: minimum tokens, hidden and intermediate size of a layer of two experts: full many-row tiles and long loops
 _MANY_ROWS = (1024, 2048, 1024)
-#: the same with tiles of gemm1 that need not reach the end of an intermediate row's last 128 columns
+#: the same for gemm1 tiles that may end before the last 128 columns of an intermediate row
 _MANY_NARROW_ROWS = (264, 64, 40)
-#: experts, top-k, hidden and intermediate size, at least, and tokens of layers that are large in one way: more experts
-#: and more of them per token than the others have, rows of many tiles with a part of one at the end
+#: experts, top-k, minimum hidden and intermediate size, and tokens of layers that are large in one dimension: more
+#: experts and a larger top-k than other cases, or rows of many tiles with a partial last tile
 _LARGE = ((64, 8, 64, 40, 9), (2, 1, 1100, 40, 3))
-#: hidden size, intermediate size and tokens of layers whose batch invariance is looked at
+#: hidden size, intermediate size and tokens of the batch-invariance layers
 _LONG_ROWS = (1024, 768, 300)
 _LONG_ROWS_IN_SMALL = (1024, 128, 33)
-#: experts, top-k, hidden and intermediate size, at least, and tokens of layers whose tokens differ in magnitude
+#: experts, top-k, minimum hidden and intermediate size, and tokens of layers whose tokens differ in magnitude
 _MAGNITUDES = (2, 1, 64, 40, 17)
 #: a limit that many values reach
 _LIMIT = ActivationParams(limit=0.75)
@@ -67,9 +72,16 @@ GPU_CHECKS = ("graph", "sync", "memory")
 class Case:
     """One conformance case; ``repr`` evaluates back.
 
-    ``check`` names a function of :mod:`moe_core.testing.checks`; ``routing`` is one of
-    :data:`moe_core.testing.data.ROUTINGS`; ``strided``: arguments whose rows lie apart; ``reason``: why a claimed value
-    has no case.
+    Attributes:
+        check: Name of a function in :mod:`moe_core.testing.checks`.
+        config: The layer.
+        weight_key: Weight format; None for 16-bit weights.
+        activation_key: Activation format; None for 16-bit activations.
+        tokens: Number of tokens.
+        routing: One of :data:`moe_core.testing.data.ROUTINGS`.
+        ids_dtype: Dtype of the expert ids.
+        strided: Whether the arguments have padded rows.
+        reason: Why a claimed value has no supported configuration (check "claims").
     """
 
     check: str
@@ -84,7 +96,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """A readable name, different for different cases of one class."""
+        """Readable name, unique among the cases of one class."""
         config = self.config
         parts = [self.check, _key(self.weight_key), _key(self.activation_key), _activation(config)]
         parts += [str(config.dtype).removeprefix("torch."), f"E{config.num_experts}k{config.top_k}"]
@@ -105,7 +117,7 @@ class Case:
 
     @property
     def seed(self) -> int:
-        """Drawn from the case itself, so that equal cases hold equal tensors."""
+        """Seed derived from the id, so that equal cases hold equal tensors."""
         return zlib.crc32(self.id.encode())
 
 
@@ -128,12 +140,26 @@ def _activation(config: FusedMoEConfig) -> str:
 
 
 def expand_keys(claims: Claims) -> list[KeyPair]:
-    """Every claimed (weight key, activation key), patterns expanded."""
+    """Return every claimed (weight key, activation key) pair, with patterns expanded.
+
+    Args:
+        claims: Claims of an experts class.
+
+    Returns:
+        The pairs, without duplicates.
+    """
     return list(dict.fromkeys((w, a) for wc, ac in claims.keys for w in expand_key(wc) for a in expand_key(ac)))
 
 
 def covered_keys(claims: Claims) -> list[KeyPair]:
-    """Of every claimed pair of patterns so many keys that every pair of values that a pattern names occurs."""
+    """Return enough keys of every claimed pattern pair to cover all pairs of a pattern's values.
+
+    Args:
+        claims: Claims of an experts class.
+
+    Returns:
+        (weight key, activation key) pairs, without duplicates.
+    """
 
     def cover(claim: KeyClaim) -> list[QuantKey | None]:
         if not isinstance(claim, KeyPattern):
@@ -145,7 +171,7 @@ def covered_keys(claims: Claims) -> list[KeyPair]:
 
 
 def _groups_and_sizes(keys: Sequence[KeyPair], shapes: Sequence[tuple[int, int]]) -> list[Row]:
-    """What must meet in one case: with integers in groups, every size of the groups and every shape of the layer."""
+    """For group-quantized integers, combine every group size with every layer shape in one case."""
     alike: dict[Any, list[KeyPair]] = {}
     for weight, activation in keys:
         if weight is not None and weight.dtype.kind is NumberKind.UINT:
@@ -160,10 +186,20 @@ def _groups_and_sizes(keys: Sequence[KeyPair], shapes: Sequence[tuple[int, int]]
 def conformance_cases(
     experts: type[FusedMoEExperts], *, target: DeviceInfo, budget: str = "small", on_gpu: bool = False
 ) -> list[Case]:
-    """The cases of ``experts`` on the device ``target``; empty where the claims leave that device out.
+    """Return the cases of ``experts`` on the device ``target``.
 
-    ``target`` may be another device than the one that holds the tensors (a GPU kernel in the Triton interpreter);
-    ``on_gpu``: the tensors are on a GPU, so that graphs, synchronisation and memory can be checked.
+    Args:
+        experts: Experts class.
+        target: Device the experts are told they run on. It may differ from the device of the tensors, for example for a
+            GPU kernel in the Triton interpreter.
+        budget: "small" or "full".
+        on_gpu: Whether the tensors are on a GPU, so that graphs, synchronization and memory can be checked.
+
+    Returns:
+        The cases; empty if the claims exclude ``target``.
+
+    Raises:
+        ConfigError: The budget is unknown.
     """
     if budget not in BUDGETS:
         raise ConfigError(f"the budget is {' or '.join(BUDGETS)}, got {budget!r}")
@@ -188,14 +224,14 @@ def conformance_cases(
         if not fits:
             for item in row.items():
                 refusals.setdefault(item, reason or "no reason given")
-        # a large batch goes with the smallest layer and one expert per token where time is short
+        # In the small budget, a large batch requires the smallest layer and top-k 1 to save time.
         light = row["shape"] == smallest and case.config.top_k == 1
         return fits and (budget == "full" or case.tokens < 64 or light)
 
     fillers = {"tokens": (1, 3, 17), "routing": ROUTINGS[:4]} if budget == "small" else {}
     paired = list(factors) if budget == "full" else [name for name in PAIRED_IN_SMALL if name in factors]
     together = [*TOGETHER, *_groups_and_sizes(factors["keys"], factors["shape"])]
-    # all would be refused, each after a long search
+    # Without a required library every layer is refused, each after a long search.
     lacking = next(filter(None, map(environment.reason_against, claims.requires)), None)
     rows = [] if lacking else covering_rows(factors, allowed, paired=paired, together=together, fillers=fillers)
     cases = [case for row in rows if (case := case_of(row)) is not None]
@@ -222,7 +258,7 @@ def conformance_cases(
 
 
 def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
-    """The values that occur, by factor."""
+    """Return the values of each factor."""
     full = budget == "full"
     maps = [False, True] if claims.expert_map else [False]
     weighted = [False, True] if claims.apply_router_weight_on_input else [False]
@@ -249,7 +285,7 @@ def _factors(claims: Claims, budget: str) -> dict[str, list[Any]]:
 
 
 def _expert_counts(claims: Claims, full: bool) -> list[tuple[int, int]]:
-    """(experts, top-k): few, and as many as the claims allow where they state a limit."""
+    """Return (experts, top-k) pairs: small ones, and the maximum that the claims state."""
     found = [(8, 2), (4, 1), (3, 3), (5, 4)] + [(64, 6)] * full
     if claims.max_experts:
         found = [pair for pair in found if pair[0] <= claims.max_experts]
@@ -262,7 +298,15 @@ def _expert_counts(claims: Claims, full: bool) -> list[tuple[int, int]]:
 
 
 def activations_of(claims: Claims) -> list[tuple[MoEActivation, ActivationParams | None]]:
-    """Every claimed activation: with its defaults, with other parameters, with another limit where that is claimed."""
+    """Return every claimed activation with each of its parameter sets.
+
+    Args:
+        claims: Claims of an experts class.
+
+    Returns:
+        (activation, parameters): with the defaults (None), with other parameters, and with another limit if limits are
+        claimed.
+    """
     found: list[tuple[MoEActivation, ActivationParams | None]] = []
     for activation in sorted(claims.activations, key=lambda a: a.value):
         found.append((activation, None))
@@ -277,7 +321,10 @@ def activations_of(claims: Claims) -> list[tuple[MoEActivation, ActivationParams
 
 
 def _shapes(claims: Claims, full: bool) -> list[tuple[int, int]]:
-    """(hidden, intermediate) sizes: even and odd multiples of what is claimed, below and above common block sizes."""
+    """Return (hidden, intermediate) sizes: even and odd multiples of the claimed multiple.
+
+    They are below and above common block sizes.
+    """
 
     def even(size: int, multiple: int) -> int:
         return 2 * multiple * max(1, -(-size // (2 * multiple)))
@@ -294,7 +341,14 @@ def _shapes(claims: Claims, full: bool) -> list[tuple[int, int]]:
 
 
 def case_of(row: Row) -> Case | None:
-    """The case that a row describes; None where its values contradict each other."""
+    """Return the case that a row describes, or None if its values contradict each other.
+
+    Args:
+        row: One value per factor.
+
+    Returns:
+        A case of the check "values", or None.
+    """
     (weight_key, activation_key), (activation, params) = row["keys"], row["activation"]
     experts, top_k = row["experts"]
     batched = row["format"] is FusedMoEActivationFormat.BATCHED
@@ -305,7 +359,7 @@ def case_of(row: Row) -> Case | None:
     if row["routing"] in ("invalid", "nothing") and not 3 <= row["tokens"] <= (
         64 if row["routing"] == "invalid" else 17
     ):
-        return None  # fewer tokens don't show every kind, more say no more
+        return None  # Fewer tokens do not show every kind; more tokens add no information.
     try:
         config = FusedMoEConfig(
             num_experts=experts,
@@ -331,7 +385,14 @@ def case_of(row: Row) -> Case | None:
 
 
 def routing_of(method: RoutingMethodType) -> RoutingConfig:
-    """A routing configuration of that method: two groups of which one is used, a scaling factor other than 1."""
+    """Return a routing configuration with two groups, one used, and a non-unit scaling factor.
+
+    Args:
+        method: Routing method. Only DeepSeekV3 uses the groups; Custom routes by the largest absolute logits.
+
+    Returns:
+        The routing configuration.
+    """
     if method is RoutingMethodType.DeepSeekV3:
         return RoutingConfig.from_method(method, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5)
     if method is RoutingMethodType.Custom:
@@ -340,24 +401,27 @@ def routing_of(method: RoutingMethodType) -> RoutingConfig:
 
 
 def _first_experts(router_logits: torch.Tensor, *, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A custom routing: the largest logits, weighted by their size."""
+    """Custom routing: select the logits of largest magnitude and weight them by it."""
     found = router_logits.float().abs().topk(top_k, dim=1)
     return found.values, found.indices.int()
 
 
 def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -> list[Case]:
-    """The checks of a whole layer, on layers that the values were checked on: conversion for every pair of keys,
-    reloading for every weight key, on a GPU all that captured graphs rely on for every pair and activation format."""
+    """Return the whole-layer checks, on layers that also have a "values" case.
+
+    They are conversion for every pair of keys and reloading for every weight key. On a GPU, everything that captured
+    graphs rely on is checked for every pair of keys and activation format.
+    """
     pairs: dict[KeyPair, Case] = {}
     weights: dict[QuantKey | None, Case] = {}
     layouts: dict[FusedMoEActivationFormat, Case] = {}
-    # an interpreter takes seconds where a GPU takes none
+    # The interpreter takes seconds for what a GPU does instantly.
     most = 17 if on_gpu else 9
 
     def preference(case: Case) -> tuple[bool, bool, int]:
         config = case.config
         cost = 0 if on_gpu else config.hidden_size * config.intermediate_size * config.top_k
-        # a few tokens may meet no expert that is here: among many, or one for each token
+        # Few tokens may select no local expert: if there are many experts, or top-k is 1 on a shard of the experts.
         missed = config.num_experts > 64 or (config.local_experts < config.num_experts and config.top_k == 1)
         return (case.routing != "uniform" or not case.tokens or case.strided, missed, cost)
 
@@ -382,10 +446,11 @@ def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -
 
 
 def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -> list[Case]:
-    """Hundreds of rows per expert for every pair of keys: other tiles, and more in flight at a time.
+    """Return a case with hundreds of rows per expert for every pair of keys.
 
-    ``sizes``: tokens, hidden and intermediate size, at least.  Activations are gated where one with the keys is.  For
-    the first pair and every second one after it, most ids select no expert, of twice as many tokens.
+    Such layers use other tiles and keep more work in flight. ``sizes`` are the minimum number of tokens, hidden size
+    and intermediate size. Activations are gated if any case of the keys is gated. For the first pair and every second
+    one after it, most ids select no expert and the number of tokens is doubled.
     """
     tokens, hidden, size = sizes
     found: dict[KeyPair, Case] = {}
@@ -413,9 +478,12 @@ def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -
 def _large_cases(
     cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
 ) -> list[Case]:
-    """A layer of each kind of :data:`_LARGE`: ``everywhere`` for every pair of keys, else for one that is accepted."""
+    """Return a layer of each kind in :data:`_LARGE` for one accepted pair of keys, or for all.
+
+    ``everywhere`` selects all pairs.
+    """
     plain: dict[KeyPair, Case] = {}
-    # in the standard format experts sort the pairs themselves
+    # In the standard format, the experts sort the pairs themselves.
     for case in sorted(cases, key=lambda case: case.config.activation_format is FusedMoEActivationFormat.BATCHED):
         if not case.config.apply_router_weight_on_input:
             plain.setdefault((case.weight_key, case.activation_key), case)
@@ -423,13 +491,16 @@ def _large_cases(
     for number, sizes in enumerate(_LARGE):
         possible = [[c for c in _enlarged(case, claims, *sizes) if supported(c)[0]] for case in plain.values()]
         smallest = [layers[0] for layers in possible if layers]
-        # each with other keys, where there are several
+        # Each kind uses other keys, if there are several.
         found += smallest if everywhere else smallest[number % max(1, len(smallest)) :][:1]
     return found
 
 
 def _calls_a_library(experts: type[FusedMoEExperts]) -> bool:
-    """Whether a kernel library quantizes, which chooses the smallest scale by itself; doubles of libraries too."""
+    """Whether a kernel library, or a test double of one, quantizes.
+
+    The library then chooses the smallest scale itself.
+    """
     declared = (vars(base).get("claims") for base in experts.__mro__)
     return any(requirement != TRITON for claims in declared if claims is not None for requirement in claims.requires)
 
@@ -437,10 +508,10 @@ def _calls_a_library(experts: type[FusedMoEExperts]) -> bool:
 def _range_cases(
     cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
 ) -> list[Case]:
-    """Tokens of all magnitudes with every activation, whose keys and dtypes take turns.
+    """Return cases with tokens of all magnitudes for every activation, rotating keys and dtypes.
 
-    Keys are those that leave tokens apart, without static scales; float16 holds too few magnitudes.  Unless
-    ``everywhere``, parameters are the defaults, but for SITU's limit, which is another function.
+    Only token-wise activation keys without static scales are used. float16 is excluded because it holds too few
+    magnitudes. Unless ``everywhere``, parameters are the defaults, plus SITU's limit, which is a different function.
     """
     dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in claims.dtypes]
     plain: dict[KeyPair, Case] = {}
@@ -453,7 +524,7 @@ def _range_cases(
     for activation, params in activations_of(claims):
         if not everywhere and params not in (None, _LIMIT if activation is MoEActivation.SITU else None):
             continue
-        # the next turn that fits: not every key goes with every dtype
+        # Take the next combination that fits: not every key supports every dtype.
         for case, dtype in turns[len(found) % len(turns) :] + turns if turns else []:
             config = replace(
                 case.config,
@@ -472,13 +543,16 @@ def _range_cases(
 
 
 def _enlarged(case: Case, claims: Claims, experts: int, top_k: int, hidden: int, size: int, tokens: int) -> list[Case]:
-    """A layer of these sizes, the smallest that is possible first: groups may have to be whole."""
+    """Return layers of at least these sizes, smallest first.
+
+    The second one rounds the size multiples up to 128, since quantization groups may have to be complete.
+    """
     experts = min(experts, claims.max_experts or experts)
     top_k = min(top_k, claims.max_top_k or top_k, experts)
     found = []
     for least in (1, 128):
         h, n = (-(-multiple // least) * least for multiple in (claims.hidden_multiple, claims.intermediate_multiple))
-        # an odd number of the steps that are claimed: the last tile is not a whole one
+        # An odd number of claimed multiples makes the last tile a partial one.
         count = -(-hidden // h)
         config = replace(
             case.config,
@@ -501,10 +575,10 @@ def _enlarged(case: Case, claims: Claims, experts: int, top_k: int, hidden: int,
 def _nan_cases(
     cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
 ) -> list[Case]:
-    """NaN among few rows (on a GPU also many), with every key of activations.
+    """Return cases with NaN among few rows (on a GPU also many), for every activation key.
 
-    In every activation format where integers have static scales, which say nothing of NaN; ``everywhere``: in every
-    format with the others too, which else take turns.
+    Integers with static scales cannot represent NaN and are tested in every activation format. With ``everywhere``, the
+    other keys are tested in every format too; otherwise they rotate through the formats.
     """
     found: dict[tuple[Any, ...], Case] = {}
     layouts = sorted(claims.formats, key=lambda layout: layout.value)
@@ -533,9 +607,10 @@ def _invariance_cases(
     budget: str,
     on_gpu: bool,
 ) -> list[Case]:
-    """Batch invariance of every pair of keys (small budget: of one) for which it is accepted; if none, one that fails.
+    """Return batch-invariance cases of accepted key pairs, or a failing case if there are none.
 
-    Rows are so long that few of them may be shared among programs, or take kernels of their own.
+    The small budget keeps one pair. Rows are long enough that few of them may be split among programs or use dedicated
+    kernels.
     """
     hidden, size, tokens = _LONG_ROWS if on_gpu or budget == "full" else _LONG_ROWS_IN_SMALL
     h, n = claims.hidden_multiple, claims.intermediate_multiple
@@ -568,7 +643,7 @@ _NOTHING = Case("claims", FusedMoEConfig(1, 1, 1, 1), None, None)
 
 
 def _missing(template: Case | None, name: str, value: Any, reason: str) -> Case:
-    """A case that fails: a claimed value that no configuration is accepted for."""
+    """Return a failing case for a claimed value that no accepted configuration has."""
     base = template or _NOTHING
     text = f"{name} {value}" if name != "keys" else " x ".join(str(key or "16-bit") for key in value)
     base = replace(base, check="claims", reason=f"{text} is claimed, but every configuration is refused: {reason}")

@@ -1,6 +1,8 @@
-"""What the conformance kit checks: one function per check, named as :attr:`moe_core.testing.cases.Case.check`.
+"""Checks of the conformance kit.
 
-Each takes the experts class, the case and the place, and raises AssertionError with what was found.
+There is one function per value of :attr:`moe_core.testing.cases.Case.check`.
+
+Each takes the experts class, the case and the place. It raises AssertionError with the finding.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ from moe_core.testing.requantized import computed_with
 
 Check = Callable[[type[FusedMoEExperts], Case, Place], None]
 
-#: of larger results the norm alone is compared, see `moe_core.reference.tolerance.Expected.compare`
+#: larger results are compared by norm only, see `moe_core.reference.tolerance.Expected.compare`
 _MOST_ELEMENTS = 2**20
 
 
 def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """The result is right and depends on the arguments alone: not on scratch memory, old output or earlier calls."""
+    """Check that the result is right and depends on the arguments alone.
+
+    It must not depend on the contents of the workspace, on the previous output or on earlier calls.
+    """
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
     held: dict[str, Tensor | None] = {"hidden_states": problem.inputs.x, **problem.arguments()}
@@ -61,7 +66,7 @@ def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
     for name, result in results.items():
         if not same_bits(result, results["no workspace"]):
             count = int((result != results["no workspace"]).sum())
-            # told apart by calling once more in the same surroundings
+            # A second call with the same poison tells the two causes apart.
             again = watched_call(kernel, problem, POISONS.get(name, 0))
             cause = (
                 f"the result depends on what output or workspace held before (here {name})"
@@ -76,7 +81,7 @@ def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
 
 
 def _drop_weights(kernel: FusedMoEKernel, problem: Problem, result: Tensor) -> None:
-    """Router weights of pairs without an expert may be anything."""
+    """Check that router weights of pairs without a local expert do not affect the result."""
     inputs = problem.inputs
     known = route_pairs(problem.case.config, inputs.topk_ids, inputs.expert_map)
     weights = torch.full_like(inputs.topk_weights, float("nan"))
@@ -86,7 +91,7 @@ def _drop_weights(kernel: FusedMoEKernel, problem: Problem, result: Tensor) -> N
 
 
 def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """Conversion leaves its input alone and gives the same bits each time; the result describes itself."""
+    """Check that conversion keeps its input, is deterministic, and describes its result."""
     problem = make_problem(case, place.device)
     given: dict[str, Tensor | None] = dict(problem.weights.tensors())
     before = snapshot(given)
@@ -95,7 +100,7 @@ def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     altered = changed(given, before)
     if altered:
         raise AssertionError(f"convert changed its input: {', '.join(altered)}")
-    # a later call must not change what an earlier one returned, so the first result is kept as bits
+    # A later call must not change what an earlier call returned, so the first result is kept as a copy.
     kept = snapshot(dict(first.tensors()))
     second = dict(instance.convert(problem.weights).tensors())
     differing = [name for name, tensor in kept.items() if name not in second or not same_bits(second[name], tensor)]
@@ -112,7 +117,7 @@ def check_convert(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
 
 
 def _convert_elsewhere(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """Weights on the CPU are converted for a claimed device that is not here, and stay on the CPU."""
+    """Check that CPU weights convert for a claimed but absent device, and stay on the CPU."""
     for other in map(DeviceInfo.parse, PRETENDED):
         if (
             other.arch != place.target.arch
@@ -136,7 +141,7 @@ def _convert_elsewhere(experts: type[FusedMoEExperts], case: Case, place: Place)
 
 
 def check_reload(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """New weights copied over the old ones give what a fresh kernel gives, without a tensor moving."""
+    """Check that weights copied in place give a fresh kernel's result and that no tensor moves."""
     old = make_problem(case, place.device)
     other = make_problem(case, place.device, variant=1)
     kept = {name: getattr(old, name) for name in ("inputs", "router_logits", "correction_bias", "lora")}
@@ -152,13 +157,13 @@ def check_reload(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
         raise AssertionError("reloading moved a tensor: captured graphs would read the old memory")
     if not same_bits(result, expected):
         raise AssertionError("after reloading, the result is not that of a fresh kernel")
-    # zeros where no token met an expert on this rank: other weights change nothing then
+    # The result is all zeros if no token selects an expert of this rank; then other weights change nothing.
     if same_bits(first, result) and bool(result.any()):
         raise AssertionError("after reloading, the result is still that of the old weights")
 
 
 def _own(weights: KernelWeights) -> KernelWeights:
-    """The same weights in memory of their own: conversion may pass tensors through."""
+    """Return the same weights in memory they own; conversion may pass tensors through."""
     quant = weights.quant_config
     operands = {
         operand.name: replace(
@@ -177,7 +182,7 @@ def _own(weights: KernelWeights) -> KernelWeights:
 
 
 def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """A token's result is the same bits alone, among any number of others, and at any place among them."""
+    """Check that a token's result has the same bits alone and anywhere in batches of any size."""
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
     generator = torch.Generator().manual_seed(case.tokens)
@@ -199,10 +204,13 @@ def check_invariance(experts: type[FusedMoEExperts], case: Case, place: Place) -
 
 
 def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """A NaN makes its token's result NaN, also of a token alone, and changes no other token's; so does an infinity,
-    where scales are found from it.  By a static scale it is the largest number that there is.
+    """Check that a NaN makes its token's result NaN and changes no other token.
 
-    A router weight that is NaN makes its token's result NaN, whatever the expert's result is.
+    The token is also tested alone.
+
+    - An infinity does the same where scales are computed from the activations. With a static scale, it saturates to the
+      largest representable number.
+    - A NaN router weight makes its token's result NaN, whatever the expert's result is.
     """
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
@@ -216,7 +224,7 @@ def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
 
     def with_values(*values: float) -> Problem:
         x = inputs.x.clone()
-        # nothing else of these tokens is in a scale that others share
+        # Zero the rest of these tokens, so that they do not affect scales shared with other tokens.
         x[bad] = 0
         for token, value in zip(bad, values, strict=False):
             x[token, column] = value
@@ -229,14 +237,14 @@ def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
     def computed(problem: Problem) -> Tensor:
         with warnings.catch_warnings():
             if place.interpreted:
-                warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what is no number
+                warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about NaN.
             return call(kernel, problem)
 
     poisoned = with_values(float("nan"), float("-inf"))
     result = computed(poisoned)
     whole(result[bad[0]], "the result of a token with a NaN")
     if case.config.activation_format is FusedMoEActivationFormat.STANDARD:
-        # one token may have kernels of its own
+        # A single token may use dedicated kernels.
         whole(computed(poisoned.tokens(bad[0], bad[0] + 1)), "the result of a token with a NaN, alone")
     if len(bad) > 1 and key is not None and not key.is_static:
         whole(result[bad[1]], "the result of a token with an infinity")
@@ -255,9 +263,9 @@ def check_nan(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
 
 
 def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """The result of hundreds of rows per expert is right as a whole, and the same bits each time.
+    """Check that the result of hundreds of rows per expert is right in norm and reproducible.
 
-    Whatever scratch memory held: the last two calls are those of `check_values`.
+    It must not depend on the contents of the workspace either: the last two calls are those of `check_values`.
     """
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
@@ -271,9 +279,10 @@ def check_many_rows(experts: type[FusedMoEExperts], case: Case, place: Place) ->
 
 
 def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """``torch.compile(fullgraph=True)`` takes a call, also with another number of tokens, and changes no bit."""
+    """Check that ``torch.compile(fullgraph=True)`` takes two token counts and changes no bit."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, which this imports
+        # Importing some of torch's own modules raises this warning.
+        warnings.simplefilter("ignore", DeprecationWarning)
         torch.compiler.reset()
     problems = [
         make_problem(replace(case, tokens=tokens), place.device) for tokens in (case.tokens, max(case.tokens - 1, 1))
@@ -281,7 +290,7 @@ def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
     kernel = make_kernel(experts, problems[0], place)
 
     def layer(problem: Problem) -> Tensor:
-        # something before and after, so that there is a graph to be broken
+        # Operations before and after the call make a graph that could break.
         scaled = replace(problem, inputs=replace(problem.inputs, x=problem.inputs.x * 0.5))
         return call(kernel, scaled) + 1
 
@@ -293,7 +302,7 @@ def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
 
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
     for problem in problems:
-        # weights are those of the first problem throughout
+        # All problems use the weights of the first problem.
         result = compiled(problem.inputs.x, problem.arguments())
         if not same_bits(result, layer(problem)):
             raise AssertionError(f"the compiled call differs from the eager one for {len(problem.inputs.x)} tokens")
@@ -301,7 +310,7 @@ def check_compile(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
 
 
 def check_opcheck(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """``torch.library.opcheck`` of the operator that a compiled call becomes."""
+    """Run ``torch.library.opcheck`` on the operator that a compiled call uses."""
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
     x, inputs = problem.inputs.x, problem.inputs
@@ -323,7 +332,7 @@ def check_opcheck(experts: type[FusedMoEExperts], case: Case, place: Place) -> N
 
 
 def check_refusals(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """What the claims leave out is refused, with a reason; what the case holds is accepted."""
+    """Check that the case's layer is accepted and unclaimed layers are refused with a reason."""
     environment = Environment.current()
 
     def answer(config: FusedMoEConfig) -> tuple[bool, str | None]:
@@ -343,7 +352,16 @@ def check_refusals(experts: type[FusedMoEExperts], case: Case, place: Place) -> 
 def unclaimed(
     experts: type[FusedMoEExperts], config: FusedMoEConfig, weight_key: QuantKey | None
 ) -> Iterator[tuple[str, FusedMoEConfig]]:
-    """Layers like ``config`` with one thing that the claims leave out, each with its name."""
+    """Yield variants of a layer that each differ by one unclaimed property.
+
+    Args:
+        experts: Experts class.
+        config: A layer that the class supports.
+        weight_key: Weight key of the layer; it determines the required size multiples.
+
+    Returns:
+        Pairs of the property's name and the layer.
+    """
     claims = experts.claims
     if not claims.bias:
         yield "bias", replace(config, has_bias=True)
@@ -387,7 +405,7 @@ def unclaimed(
 
 
 def check_graph(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """A captured CUDA graph, replayed with other inputs, gives the bits of eager calls."""
+    """Check that a CUDA graph replayed with other inputs gives the bits of eager calls."""
     problem = make_problem(case, place.device)
     others = [make_problem(case, place.device, variant=v) for v in (1, 2)]
     kernel = make_kernel(experts, problem, place)
@@ -395,7 +413,7 @@ def check_graph(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # kernels compile and memory is allocated before the capture
+        for _ in range(3):  # Warm-up calls compile kernels and allocate memory before the capture.
             call(kernel, problem, output)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -417,13 +435,13 @@ def check_graph(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
 
 
 def check_sync(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """A call never waits for the device."""
+    """Check that a call never synchronizes with the device."""
     problem = make_problem(case, place.device)
     kernel = make_kernel(experts, problem, place)
-    call(kernel, problem)  # compiling may synchronise
+    call(kernel, problem)  # Compilation may synchronize.
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the mode is a prototype.
         torch.cuda.set_sync_debug_mode("error")
     try:
         call(kernel, problem)
@@ -434,12 +452,12 @@ def check_sync(experts: type[FusedMoEExperts], case: Case, place: Place) -> None
 
 
 def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """With a workspace and an output of the caller's, a call of the standard format allocates nothing."""
+    """Check that a standard-format call with a caller's workspace and output allocates nothing."""
     claims = experts.claims
     if claims.allocates:
         return
     if case.config.activation_format is not FusedMoEActivationFormat.STANDARD or not claims.reduces:
-        return  # prepare and finalize hold buffers of their own there
+        return  # Prepare and finalize own buffers in these cases.
     if not claims.expects_unquantized_inputs and case.activation_key is not None:
         return
     problem = make_problem(case, place.device)
@@ -458,16 +476,17 @@ def check_memory(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
 
 
 def check_large(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """The result of a layer that is large in one way is right."""
+    """Check the result of a layer that is large in one dimension."""
     problem = make_problem(case, place.device)
     compare(experts, problem, watched_call(make_kernel(experts, problem, place), problem, POISONS["NaN"]), place)
 
 
 def check_range(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """The activation is right from 1e-12 to 1e4, among tokens of all magnitudes and for single ones.
+    """Check the activation on inputs from 1e-12 to 1e4, in one batch and for single tokens.
 
-    A token's bounds follow its own magnitude, so that a small one shows a difference that cancels.  Beyond a limit many
-    values of h are equal and share one rounding error: elements of such tokens are not bounded one by one.
+    The bounds of a token follow its own magnitude, so a small token shows a difference that cancels. Beyond a clamp
+    limit, many values of h are equal and share one rounding error. Elements of such tokens are therefore not bounded
+    one by one.
     """
     problem = make_problem(case, place.device)
     inputs = problem.inputs
@@ -476,7 +495,7 @@ def check_range(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
     problem = replace(problem, inputs=replace(inputs, x=x))
     kernel = make_kernel(experts, problem, place)
     result = call(kernel, problem)
-    # one token may have kernels of its own
+    # A single token may use dedicated kernels.
     some = list(range(0, case.tokens, 4))
     singles = torch.cat([call(kernel, problem.only([token])) for token in some])
     limit = case.config.params.limit
@@ -489,7 +508,7 @@ def check_range(experts: type[FusedMoEExperts], case: Case, place: Place) -> Non
 
 
 def check_claims(experts: type[FusedMoEExperts], case: Case, place: Place) -> None:
-    """Something is claimed for which no configuration is accepted."""
+    """Fail because a claimed property has no supported configuration."""
     raise AssertionError(case.reason)
 
 

@@ -1,24 +1,29 @@
-"""Compiles Triton kernels for GPUs that are not in this machine, and checks what the compiler says of them.
+"""Compile Triton kernels for GPUs that are not installed, and check the compiled code.
 
     python -m moe_core.testing.compile sm90
     python -m moe_core.testing.compile gfx950 --package my_package
     python -m moe_core.testing.compile sm80 sm90 gfx950 --cover 2
 
-A module that holds kernels defines ``specimens(target)``, which gets a :class:`~moe_core.spec.device.DeviceInfo` and
-yields `moe_core.kernels.launch.example.Specimen` objects: launches as the host code makes them, on meta tensors.  Every
-module of the named packages (default: core and every package that registers something with it) that defines this
-function is asked.  Each launch compiles the kernels it would start, for the target and not for a device; a kernel fails
-when it does not compile, needs more shared memory than a block of the target can have, spills more bytes per thread
-than its specimen allows, multiplies registers that the next step overwrites (:mod:`moe_core.testing.in_flight`), leaves
-a warp in two behind an atomic (:mod:`moe_core.testing.reconverged`), gives the memory of a barrier to data
-(:mod:`moe_core.testing.barriers`), or may run beside the launch before it and touches memory too early
-(:mod:`moe_core.testing.early_access`).
+A module with kernels defines ``specimens(target)``. It takes a :class:`~moe_core.spec.device.DeviceInfo` and yields
+`moe_core.kernels.launch.example.Specimen` objects: launches as the host code makes them, on meta tensors. All such
+modules of the named packages are used; the default is core and every package that registers something with it. Each
+launch compiles the kernels that it would start, for the target and without a device.
 
-``--cover`` compiles fewer of the launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`;
-the host code of every specimen still runs for every target.
+A kernel fails if it
 
-NVIDIA: registers, stack and instructions from the cubin, by ``cuobjdump``, which Triton brings.  AMD: from the
-assembly's metadata.
+- does not compile,
+- needs more shared memory than a CTA of the target can have,
+- spills more bytes per thread than its specimen allows,
+- multiplies registers that the next iteration overwrites (:mod:`moe_core.testing.in_flight`),
+- leaves a warp diverged after an atomic (:mod:`moe_core.testing.reconverged`),
+- lets data reuse the memory of a live barrier (:mod:`moe_core.testing.barriers`), or
+- may overlap the preceding launch and accesses memory too early (:mod:`moe_core.testing.early_access`).
+
+``--cover`` compiles fewer launches, chosen for all targets together by :mod:`moe_core.testing.compile_cover`. The host
+code of every specimen still runs for every target.
+
+On NVIDIA, registers, stack and instructions are read from the cubin with ``cuobjdump``, which Triton includes. On AMD,
+they come from the metadata of the assembly.
 """
 
 from __future__ import annotations
@@ -55,7 +60,15 @@ from moe_core.testing.reconverged import has_atomics, split_warps
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel needs: registers and spilled bytes per thread, shared memory in bytes per block."""
+    """Resources of one compiled kernel.
+
+    Attributes:
+        specimen: Name of the specimen.
+        kernel: Name of the kernel.
+        registers: Registers per thread.
+        spills: Spilled bytes per thread.
+        shared: Shared memory per CTA, in bytes.
+    """
 
     specimen: str
     kernel: str
@@ -65,7 +78,17 @@ class Usage:
 
 
 def usage_of(kernel: Any) -> tuple[int, int]:
-    """(registers per thread, bytes of local memory per thread) of a compiled kernel."""
+    """Return the register and spill counts of a compiled kernel.
+
+    Args:
+        kernel: Kernel compiled by Triton.
+
+    Returns:
+        (registers per thread, bytes of local memory per thread).
+
+    Raises:
+        MoEError: The compiler's report lacks a figure.
+    """
     if "cubin" in kernel.asm:
         text = _cuobjdump(kernel, "--dump-resource-usage")
         return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text) + _number(r"LOCAL:(\d+)", text)
@@ -91,7 +114,15 @@ def _number(pattern: str, text: str) -> int:
 
 
 def launches_of(specimen: Specimen, target: Target) -> list[tuple[str, frozenset[Value]]]:
-    """The kernels that a specimen launches and what each would be compiled for, without compiling."""
+    """Return the kernels that a specimen launches, without compiling them.
+
+    Args:
+        specimen: The specimen.
+        target: Target that it would be compiled for.
+
+    Returns:
+        The name of each kernel, and the values it would be compiled for.
+    """
     found: list[tuple[str, frozenset[Value]]] = []
 
     def start(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -104,7 +135,13 @@ def launches_of(specimen: Specimen, target: Target) -> list[tuple[str, frozenset
 
 @dataclass(frozen=True)
 class Task:
-    """What one process compiles at a time: a specimen for a target, of its launches those numbered ``only`` or all."""
+    """Unit of work of one process.
+
+    Attributes:
+        specimen: The specimen to compile.
+        target: The target to compile for.
+        only: Numbers of the launches to compile; None for all.
+    """
 
     specimen: Specimen
     target: Target
@@ -112,9 +149,17 @@ class Task:
 
 
 def cover(tasks: list[Task], strength: int) -> list[Task]:
-    """The tasks with the launches that :func:`~moe_core.testing.compile_cover.choose` takes.
+    """Restrict tasks to the launches chosen by :func:`~moe_core.testing.compile_cover.choose`.
 
-    A specimen that launches nothing, or fails before anything is compiled, stays whole: compiling it tells of that.
+    A specimen that launches nothing, or fails before anything is compiled, stays whole: compiling it reports the
+    problem.
+
+    Args:
+        tasks: The tasks.
+        strength: 1 to cover every value, 2 to cover every pair of values.
+
+    Returns:
+        The tasks that remain.
     """
     launches: dict[tuple[str, str, frozenset[Value]], Launch] = {}
     whole: set[int] = set()
@@ -128,7 +173,7 @@ def cover(tasks: list[Task], strength: int) -> list[Task]:
         for number, (kernel, values) in enumerate(found):
             arch = task.target.device.arch
             known = launches.get((arch, kernel, values))
-            # of equal launches the one that may spill least
+            # Of equal launches, keep the one with the lowest spill limit.
             if known is None or task.specimen.max_spills < tasks[known.specimen].specimen.max_spills:
                 launches[arch, kernel, values] = Launch(arch, i, number, kernel, values)
     chosen: dict[int, set[int]] = {i: set() for i in sorted(whole)}
@@ -144,9 +189,15 @@ def cover(tasks: list[Task], strength: int) -> list[Task]:
 def compile_specimen(
     specimen: Specimen, target: Target, only: Collection[int] | None = None
 ) -> tuple[list[Usage], list[str]]:
-    """What the specimen's kernels need, and what is wrong with them (empty if nothing is).
+    """Compile the kernels of a specimen and check them.
 
-    ``only``: the numbers of the launches to compile, if not all.
+    Args:
+        specimen: The specimen.
+        target: The target to compile for.
+        only: Numbers of the launches to compile; None for all.
+
+    Returns:
+        (resources of each kernel, descriptions of the problems).
     """
     where = f"{target.device.arch}: {specimen.name}"
     try:
@@ -170,7 +221,7 @@ def compile_specimen(
                 f"{where}: {name} needs {usage.shared} bytes of shared memory, "
                 f"a block of {target.device.arch} has at most {target.device.shared_memory}"
             )
-        # Gluon's kernels, which wait themselves, have it too
+        # Gluon kernels, which wait explicitly, have TTGIR too.
         ttgir = kernel.asm.get("ttgir", "")
         running = register_products_in_flight(ttgir)
         if running:
@@ -199,11 +250,11 @@ def compile_specimen(
 
 
 def _too_early(name: str, kernel: Any) -> list[str]:
-    """What is wrong with a kernel for NVIDIA that may run beside the launch before it."""
+    """Problems of an NVIDIA kernel that may overlap the preceding launch."""
     if not waits(kernel.asm["ptx"]):
         return ["may run beside the launch before it, and never waits for it: moe_core.kernels.device.pdl.begin_pdl"]
     arguments = kernel.src.fn.arg_names
-    # those in tuples are wrapped
+    # Constants inside of tuples are wrapped.
     constants = {
         (arguments[first], *inside): getattr(value, "value", value)
         for (first, *inside), value in kernel.src.constants.items()
@@ -224,7 +275,19 @@ def plugin_packages() -> list[str]:
 
 
 def specimen_modules(packages: Iterable[str]) -> list[str]:
-    """Names of the modules in ``packages`` that define ``specimens``; found by their text, none is imported."""
+    """Return the names of the modules that define ``specimens``.
+
+    They are found by their text; none is imported.
+
+    Args:
+        packages: Names of packages.
+
+    Returns:
+        Full names of the modules.
+
+    Raises:
+        ConfigError: A package is not installed.
+    """
     names = []
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -240,13 +303,21 @@ def specimen_modules(packages: Iterable[str]) -> list[str]:
 
 
 def find_specimens(packages: Iterable[str], target: Target) -> Iterator[Specimen]:
-    """Specimens for ``target`` of every module in ``packages`` that defines ``specimens(target)``."""
+    """Yield the specimens for a target.
+
+    Args:
+        packages: Packages whose modules and registered backends are used.
+        target: The target to compile for.
+
+    Yields:
+        The specimens of every module that defines ``specimens(target)``, then those of the backends.
+    """
     for name in specimen_modules(packages):
         yield from importlib.import_module(name).specimens(target.device)
     yield from backend_specimens(target.device, set(packages))
 
 
-#: What forked processes compile: specimens hold functions, which cannot be sent to a process, but are inherited.
+#: Tasks of forked processes. Specimens hold functions, which cannot be pickled but are inherited.
 _INHERITED: list[Task] = []
 
 
@@ -256,7 +327,15 @@ def _compile_inherited(number: int) -> tuple[list[Usage], list[str]]:
 
 
 def compile_all(tasks: list[Task], jobs: int) -> Iterator[tuple[list[Usage], list[str]]]:
-    """:func:`compile_specimen` of each, in order, by ``jobs`` processes where the system can fork."""
+    """Run :func:`compile_specimen` on each task.
+
+    Args:
+        tasks: The tasks.
+        jobs: Number of processes, where the system can fork.
+
+    Yields:
+        The results, in order.
+    """
     if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
             yield compile_specimen(task.specimen, task.target, task.only)
@@ -267,7 +346,14 @@ def compile_all(tasks: list[Task], jobs: int) -> Iterator[tuple[list[Usage], lis
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns 0, or 1 where anything is wrong with a kernel and 2 with the arguments."""
+    """Run the command line.
+
+    Args:
+        arguments: Command-line arguments; None for those of the process.
+
+    Returns:
+        0 on success, 1 if a kernel has a problem, 2 if the arguments are invalid.
+    """
     parser = argparse.ArgumentParser(prog="python -m moe_core.testing.compile", description=__doc__.partition("\n")[0])
     parser.add_argument("targets", nargs="+", metavar="target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950")
     parser.add_argument("--package", action="append", help="look for specimens here (default: core and its plug-ins)")

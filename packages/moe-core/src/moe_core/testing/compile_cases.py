@@ -1,8 +1,8 @@
-"""What the compile session builds of a backend: its launches for what it claims, in layers of real and of odd sizes.
+"""Launches of a backend to compile: all that it claims, in layers of real and of odd sizes.
 
-Weights, activations and scratch memory are meta tensors, converted and called as a user's layer is; so a key, a dtype
-or an activation that is claimed is compiled without a word more.  Keys and numbers of tokens are combined; layers,
-dtypes, formats and features take turns.
+Weights, activations and workspaces are meta tensors, converted and called as in a user's layer. So a claimed key, dtype
+or activation is compiled without further declarations. Keys and token counts are combined with each other; layers,
+dtypes, formats and features rotate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_core.spec.lora import LoRA, LoRAWeights
 from moe_core.spec.quant_key import KeyPattern, QuantKey
 from moe_core.spec.weights import KernelWeights
 
-#: name, experts, top-k, hidden size, intermediate size
+#: name, experts, top-k, hidden size and intermediate size
 LAYERS = (
     ("deepseek-v3", 16, 8, 7168, 2048),
     ("qwen3", 16, 8, 2048, 768),
@@ -40,15 +40,25 @@ LAYERS = (
     ("odd", 6, 2, 1104, 1000),
     ("one", 8, 1, 1024, 512),
 )
-#: the numbers of tokens whose launch configurations are looked at: each that differs is compiled
+#: token counts whose launch configurations are examined; each distinct one is compiled
 TOKENS = (1, 2, 8, 24, 40, 80, 160, 400, 1200, 5000)
-#: of them those that are looked at in every format: few tokens have kernels of their own, in batches they have not
+#: token counts up to this one are examined in every format: small M uses dedicated kernels, except in the batched
+#: format
 FEW_TOKENS = 2
 
 
 @dataclass(frozen=True)
 class Feature:
-    """What a case has besides."""
+    """Optional features of a case.
+
+    Attributes:
+        name: Name of the feature.
+        activation: Activation function.
+        bias: Whether the experts have biases.
+        mapped: Whether the rank holds half of the experts, with an expert map.
+        on_input: Whether the router weight is applied on the input.
+        lora: Whether LoRA is enabled.
+    """
 
     name: str
     activation: MoEActivation = MoEActivation.SILU
@@ -67,12 +77,20 @@ FEATURES = (
     Feature("gelu", MoEActivation.GELU, mapped=True),
 )
 
-#: what one case has of each; all of them take turns
+#: the rotating properties of one case
 Turn = tuple[Feature, torch.dtype, FusedMoEActivationFormat]
 
 
 def backend_specimens(target: DeviceInfo, packages: Collection[str]) -> Iterator[Specimen]:
-    """Launches of the registered experts of ``packages`` that claim the target and run on the fused layer."""
+    """Yield launches of registered experts that claim a target.
+
+    Args:
+        target: The target to compile for.
+        packages: Top-level packages whose experts are used.
+
+    Yields:
+        Specimens of the experts classes that derive from :class:`GroupedExperts`.
+    """
     seen: set[type[FusedMoEExperts]] = set()
     for oracle in registry().oracles():
         for backend in oracle.table():
@@ -83,7 +101,14 @@ def backend_specimens(target: DeviceInfo, packages: Collection[str]) -> Iterator
 
 
 def key_pairs(experts: type[FusedMoEExperts]) -> Iterator[tuple[QuantKey | None, QuantKey | None]]:
-    """The claimed keys; of patterns those of :func:`some_keys`."""
+    """Yield the claimed pairs of keys.
+
+    Args:
+        experts: Experts class.
+
+    Yields:
+        (weight key, activation key); patterns are replaced by :func:`some_keys`.
+    """
     for weight, activation in experts.claims.keys:
         weights, activations = some_keys(weight), some_keys(activation)
         for i in range(max(len(weights), len(activations))):
@@ -91,8 +116,16 @@ def key_pairs(experts: type[FusedMoEExperts]) -> Iterator[tuple[QuantKey | None,
 
 
 def some_keys(item: QuantKey | KeyPattern | None) -> Sequence[QuantKey | None]:
-    """The key, or keys of a pattern in which each of its values occurs, and ``permuted`` with and without
-    ``pre_scaled``: kernels get None for what a layer has not."""
+    """Return a key itself, or keys of a pattern in which each of its values occurs.
+
+    ``permuted`` occurs with and without ``pre_scaled``, since kernels get None for properties that a layer lacks.
+
+    Args:
+        item: Key, pattern or None.
+
+    Returns:
+        The keys.
+    """
     if not isinstance(item, KeyPattern):
         return (item,)
     shapes, dtypes, permuted, pre_scaled = item.choices
@@ -104,12 +137,20 @@ def some_keys(item: QuantKey | KeyPattern | None) -> Sequence[QuantKey | None]:
 
 
 def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
-    """Of one class."""
+    """Yield the launches of one experts class.
+
+    Args:
+        experts: Experts class.
+        target: The target to compile for.
+
+    Yields:
+        The specimens.
+    """
     claims, environment = experts.claims, Environment.current()
     formats = sorted(claims.formats, key=lambda item: item.value)
     turns = itertools.cycle(itertools.product(FEATURES, sorted(claims.dtypes, key=str), formats))
     for number, (weight_key, activation_key) in enumerate(key_pairs(experts)):
-        # every layer with some key, every key in some layer
+        # Every layer occurs with some key, and every key with some layer.
         name, count, top_k, hidden, size = LAYERS[number % len(LAYERS)]
         found: set[object] = set()
         for tokens, (feature, dtype, layout) in calls(turns, formats):
@@ -121,7 +162,7 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
                 ):
                     continue
                 made = experts(changed, weight_key=weight_key, activation_key=activation_key, device=target)
-                # rows of four bytes take more shared memory where they are quantised as they are loaded
+                # Rows of four-byte elements take more shared memory if they are quantized on load.
                 plan = (made.plan(tokens), made.gemv_plan(tokens), dtype.itemsize)
                 if plan in found:
                     continue
@@ -141,17 +182,25 @@ def experts_specimens(experts: type[GroupedExperts], target: DeviceInfo) -> Iter
 
 
 def calls(turns: Iterator[Turn], formats: Collection[FusedMoEActivationFormat]) -> Iterator[tuple[int, Turn]]:
-    """The numbers of tokens, each with the next turn; few tokens with that turn in every format."""
+    """Yield each token count with the next rotating properties.
+
+    Args:
+        turns: The rotating properties.
+        formats: Claimed activation formats.
+
+    Yields:
+        (token count, properties); a few tokens come with those properties in every format.
+    """
     for tokens in TOKENS:
         feature, dtype, next_format = next(turns)
         for layout in formats if tokens <= FEW_TOKENS else (next_format,):
             yield tokens, (feature, dtype, layout)
-    # one turn is left out: with ten for each key, a number of tokens would have the same format with every key
+    # Skip one combination: with ten for each key, a token count would have the same format with every key.
     next(turns)
 
 
 def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
-    """A batch-invariant layer: plans that no other layer has."""
+    """Yield launches of a batch-invariant layer, whose plans no other layer has."""
     name, count, top_k, hidden, size = LAYERS[1]
     claims, environment = experts.claims, Environment.current()
     dtype = min(claims.dtypes, key=str)
@@ -168,7 +217,10 @@ def _invariant(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Sp
 
 
 def _codes(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
-    """Hidden states that come quantised, as other ranks send them: few rows, and as many as change places first."""
+    """Yield launches on hidden states that arrive quantized, as other ranks send them.
+
+    They have few rows, or enough rows to be reordered first.
+    """
     name, count, top_k, hidden, size = LAYERS[1]
     config = FusedMoEConfig(count, top_k, hidden, size)
     for number, keys in enumerate(key_pairs(experts)):
@@ -182,7 +234,7 @@ def _codes(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specim
 
 
 def _conversions(experts: type[GroupedExperts], target: DeviceInfo) -> Iterator[Specimen]:
-    """What kernels put weights in the layout of the backend, where there are any."""
+    """Yield the launches that convert weights to the backend's layout, if there are any."""
     name, count, top_k, hidden, size = LAYERS[1]
     config = FusedMoEConfig(count, top_k, hidden, size, dtype=min(experts.claims.dtypes, key=str))
     for keys in key_pairs(experts):
@@ -203,12 +255,13 @@ def _start(launches: Sequence[Launch]) -> None:
 def _shards(
     experts: type[GroupedExperts], weight_key: QuantKey, activation_key: QuantKey | None, target: DeviceInfo
 ) -> Iterator[Specimen]:
-    """Layers whose columns belong to more groups than their number says: a rank's part of rows with an order.
+    """Yield launches of a rank's shard that has more column groups than its size implies.
 
-    Their groups are filled up to whole ones, so that the GEMM names columns one by one; with pre_scales and without.
+    Rows with an activation order are split between ranks. Their groups are padded to full size, so the GEMM addresses
+    columns one by one. There are layers with and without pre-scales.
     """
     count, top_k, hidden, size = LAYERS[3][1:]
-    # columns are read one by one: no multiples of anything
+    # Columns are read one by one, so sizes need not be multiples of anything.
     config = FusedMoEConfig(count, top_k, hidden - 3, size + 3, dtype=torch.float16)
     for pre_scaled in (False, True):
         key = replace(weight_key, pre_scaled=pre_scaled)
@@ -221,7 +274,7 @@ def _shards(
 
 
 def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
-    """The layer with a feature, if there is such a layer."""
+    """Return the layer with a feature, or None if there is no such layer."""
     changes: dict[str, object] = {"activation": feature.activation, "has_bias": feature.bias}
     if feature.lora:
         changes |= {"is_lora_enabled": True, "max_loras": 4, "max_lora_rank": 16}
@@ -238,11 +291,16 @@ def _with(config: FusedMoEConfig, feature: Feature) -> FusedMoEConfig | None:
 def call_on_meta(
     experts: GroupedExperts, tokens: int, *, mapped: bool = False, more_groups: bool = False, codes: bool = False
 ) -> None:
-    """One call on meta tensors: its launches are those of a GPU, and `moe_core.kernels.launch.launch.record` collects
-    them.
+    """Call a layer once on meta tensors, with the launches of a GPU.
 
-    ``more_groups``: rows have one more group of columns than their length says.  ``codes``: hidden states come
-    quantised.
+    `moe_core.kernels.launch.launch.record` collects the launches.
+
+    Args:
+        experts: Instance of an experts class.
+        tokens: Number of tokens.
+        mapped: Whether to pass an expert map.
+        more_groups: Whether rows have one more group of columns than their length implies.
+        codes: Whether hidden states arrive quantized.
     """
     config = experts.config
     weights = meta_layer_weights(experts, more_groups=more_groups)
@@ -271,7 +329,15 @@ def call_on_meta(
 
 
 def meta_layer_weights(experts: GroupedExperts, *, more_groups: bool = False) -> KernelWeights:
-    """Converted weights: of one expert, as many times as there are experts, which are alike."""
+    """Return converted meta weights of one expert, expanded to all experts.
+
+    Args:
+        experts: Instance of an experts class.
+        more_groups: Whether rows have one more group of columns than their length implies.
+
+    Returns:
+        The weights, in the backend's layout.
+    """
     weight_key, activation_key, config = experts.weight_key, experts.activation_key, experts.config
     one = replace(config, num_local_experts=1)
     made = type(experts)(one, weight_key=weight_key, activation_key=activation_key, device=experts.device_info)

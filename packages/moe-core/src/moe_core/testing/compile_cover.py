@@ -1,10 +1,10 @@
-"""Which of many kernel launches to compile, where compiling all of them takes too long.
+"""Choose kernel launches to compile if compiling all of them takes too long.
 
-Each launch is described by the values of its kernel's arguments: types, constants, the functions that it is put
-together from, what divides the integers, the compiler's options.  What keeps a kernel from compiling or fitting is
-mostly one of these values or two that meet.  So few launches are taken in which they occur, as a covering array does:
-every kernel for every target, and, for one of the targets, with ``strength`` 1 every value that an argument of a kernel
-takes, with 2 every pair of values of two arguments.  Which target that is, is left to chance of a fixed seed.
+Each launch is described by the values of its kernel's arguments: types, constants, the functions it is composed of,
+divisibility of integers, and compiler options. A kernel mostly fails to compile or fit because of one of these values,
+or of two together. So a small set of launches is chosen that contains them, as in a covering array. It contains every
+kernel for every target. With ``strength`` 1 it also contains every value of a kernel's arguments for one of the
+targets, with 2 every pair of values of two arguments. The target is chosen at random with a fixed seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from moe_core.kernels.launch.describe import Value
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: for which target, by which specimen, the how-manieth of it, and with what values."""
+    """One launch of a kernel.
+
+    Attributes:
+        target: Architecture that it is compiled for.
+        specimen: Number of the specimen.
+        number: Number of the launch within the specimen.
+        kernel: Name of the kernel.
+        values: Values that it is compiled for.
+    """
 
     target: str
     specimen: int
@@ -31,13 +39,20 @@ class Launch:
 
 
 def choose(launches: Sequence[Launch], strength: int) -> list[Launch]:
-    """Few of ``launches`` that cover all of them in the given strength, 1 or 2; see the module.
+    """Choose few launches that cover all of them with the given strength; see the module.
 
-    Greedy and deterministic: the launch that adds most comes next.
+    The choice is greedy and deterministic: the launch that adds most comes next.
+
+    Args:
+        launches: All launches.
+        strength: 1 for every value, 2 for every pair of values.
+
+    Returns:
+        The chosen launches, in their original order.
     """
     needs = _needs(launches, strength)
     open_needs = set().union(*needs) if needs else set()
-    # of equals, none is always for the target that comes first
+    # A random order keeps ties from always favoring the first target.
     order = random.Random(0).sample(range(len(launches)), len(launches))
     gains = [(-len(need), rank, i) for rank, i, need in zip(order, range(len(needs)), needs, strict=True)]
     heapq.heapify(gains)
@@ -45,7 +60,7 @@ def choose(launches: Sequence[Launch], strength: int) -> list[Launch]:
     while open_needs:
         _, rank, i = heapq.heappop(gains)
         gain = (-len(needs[i] & open_needs), rank, i)
-        # gains only shrink: one that still leads after it was counted anew is the largest
+        # Gains only shrink: a launch that still leads after a recount has the largest gain.
         if gains and gain > gains[0]:
             heapq.heappush(gains, gain)
             continue
@@ -55,11 +70,14 @@ def choose(launches: Sequence[Launch], strength: int) -> list[Launch]:
 
 
 def _needs(launches: Sequence[Launch], strength: int) -> list[set[Hashable]]:
-    """What each launch covers; values that all launches of a kernel share say nothing beside its name."""
+    """Return what each launch covers.
+
+    Values shared by all launches of a kernel are omitted: they add nothing to its name.
+    """
     shared: dict[str, frozenset[Value]] = {}
     for launch in launches:
         shared[launch.kernel] = shared.get(launch.kernel, launch.values) & launch.values
-    # numbers in place of values: pairs of them are compared millions of times
+    # Numbers replace values, because pairs of them are compared millions of times.
     numbers: defaultdict[Hashable, int] = defaultdict(itertools.count().__next__)
     needs: list[set[Hashable]] = []
     for launch in launches:
@@ -70,7 +88,7 @@ def _needs(launches: Sequence[Launch], strength: int) -> list[set[Hashable]]:
 
 
 def _needed(chosen: Sequence[int], needs: Sequence[set[Hashable]]) -> list[int]:
-    """``chosen`` without those that the later ones made superfluous."""
+    """Return ``chosen`` without launches that later ones made redundant."""
     times = Counter(need for i in chosen for need in needs[i])
     kept = []
     for i in reversed(chosen):

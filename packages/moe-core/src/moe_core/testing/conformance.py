@@ -1,14 +1,15 @@
-"""The conformance kit: every claim of an experts class, tested.
+"""The conformance kit: tests every claim of an experts class.
 
     class TestMine(ConformanceTests):
         experts = MyExperts                     # or "my_package:MyExperts"
 
-in a test file, ``pytest --moe-experts my_package:MyExperts`` without one, or :func:`run_case` for each of
-:func:`cases_for` from anywhere.  The contract that is checked stands in :mod:`moe_core.interface.experts`.
+There are three ways to run it: the class above in a test file, ``pytest --moe-experts my_package:MyExperts`` without a
+test file, or :func:`run_case` on each result of :func:`cases_for` from anywhere. The contract under test is documented
+in :mod:`moe_core.interface.experts`.
 
-Strided cases vary what a caller may vary: the row strides of hidden states, router weights and ids, and the stride of
-an expert map.  The kernel refuses hidden states whose columns lie apart, and hands contiguous router weights, ids and
-maps to the experts, so that the experts meet row strides of the hidden states only.
+Strided cases vary the strides that a caller may vary: the row strides of hidden states, router weights and ids, and the
+stride of an expert map. The kernel rejects hidden states with a non-unit column stride. It makes router weights, ids
+and maps contiguous before it calls the experts, so experts only see row strides of the hidden states.
 """
 
 from __future__ import annotations
@@ -33,9 +34,19 @@ from moe_core.testing.random_cases import RandomBudget, random_cases
 
 
 def place_for(claims: Claims, device: str = "auto") -> Place | None:
-    """Where a class can be tested: ``device`` "cpu", "cuda", or "auto" for the GPU if there is one.
+    """Return the place where a class can be tested, or None if it claims no available device.
 
-    Kernels for GPUs run on the CPU where ``TRITON_INTERPRET=1`` is set.  None where the claims leave the device out.
+    GPU kernels run on the CPU when ``TRITON_INTERPRET=1`` is set.
+
+    Args:
+        claims: Claims of the experts class.
+        device: "cpu", "cuda" (optionally with an index), or "auto" for the GPU if there is one.
+
+    Returns:
+        The place, or None if the claims exclude the device.
+
+    Raises:
+        ConfigError: ``device`` is not auto, cpu or cuda.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,10 +63,19 @@ def place_for(claims: Claims, device: str = "auto") -> Place | None:
 
 
 def cases_for(experts: type[FusedMoEExperts] | str, *, device: str = "auto", budget: str = "small") -> list[Case]:
-    """The cases of a class on a device; empty where the class does not run there.
+    """Return the test cases of a class on a device.
 
-    ``budget``: "small", "full", or "random:COUNT" and "random:COUNT:SEED" for layers drawn at random instead
-    (:mod:`moe_core.testing.random_cases`).
+    Args:
+        experts: Experts class, or its name as "module:Class".
+        device: "cpu", "cuda", or "auto" for the GPU if there is one.
+        budget: "small", "full", or "random:COUNT[:SEED]" for randomly drawn layers
+            (:mod:`moe_core.testing.random_cases`).
+
+    Returns:
+        The cases; empty if the class does not run on the device.
+
+    Raises:
+        ConfigError: ``experts`` cannot be loaded, or the device or budget is unknown.
     """
     found = load_experts(experts)
     place = place_for(found.claims, device)
@@ -68,14 +88,25 @@ def cases_for(experts: type[FusedMoEExperts] | str, *, device: str = "auto", bud
 
 
 def run_case(experts: type[FusedMoEExperts] | str, case: Case, *, device: str = "auto") -> None:
-    """Run one case.  Raises AssertionError that names the class, the case, its seed and what was found."""
+    """Run one case.
+
+    Args:
+        experts: Experts class, or its name as "module:Class".
+        case: One of :func:`cases_for`.
+        device: "cpu", "cuda", or "auto" for the GPU if there is one.
+
+    Raises:
+        AssertionError: The check failed. The message names the class, the case, its seed and the finding.
+        ConfigError: The class does not run on the device.
+    """
     found = load_experts(experts)
     place = place_for(found.claims, device)
     if place is None:
         raise ConfigError(f"{found.__name__} does not run on {device}: {' or '.join(map(str, found.claims.devices))}")
     try:
         with warnings.catch_warnings():
-            if place.interpreted:  # NumPy warns of what is well-defined on a GPU: an overflow to inf
+            # NumPy warns about operations that are well-defined on a GPU, such as an overflow to inf.
+            if place.interpreted:
                 warnings.simplefilter("ignore", RuntimeWarning)
                 quicken()
             CHECKS[case.check](found, case, place)
@@ -84,21 +115,26 @@ def run_case(experts: type[FusedMoEExperts] | str, case: Case, *, device: str = 
 
 
 def _never_left_out(case: Case) -> bool:
-    """Whether the interpreter runs a case in any class."""
+    """Whether the interpreter runs the case regardless of ``interpreted_every``."""
     if case.check == "range":
-        # its small gates are the first to be lost where a difference cancels
+        # Its small gates are the first to lose precision where a difference cancels.
         return case.config.activation is MoEActivation.SITU
-    # of the tiles for many rows, and of large layers, there is one case alone
+    # These two checks have a single case each for many-row tiles and for large layers.
     return case.check in ("many_rows", "large")
 
 
 class ConformanceTests:
-    """Base of a test class: set ``experts``; pytest makes one test of each case.
+    """Base of a test class: set ``experts``; pytest generates one test per case.
 
-    ``device`` "auto", "cpu" or "cuda"; ``budget`` as of :func:`cases_for`.  The command line's ``--moe-device`` and
-    ``--moe-budget`` come before what the class says.  ``interpreted_every``: Triton's interpreter, which takes seconds
-    for a case, runs every so many of the small budget's, and those of many rows, of large layers, and of SITU among
-    tokens of all magnitudes; a GPU runs all.
+    The command-line options ``--moe-device`` and ``--moe-budget`` take precedence over the class attributes.
+
+    Attributes:
+        experts: Experts class, or its name as "module:Class".
+        device: "auto", "cpu" or "cuda".
+        budget: As for :func:`cases_for`.
+        interpreted_every: Triton's interpreter, which takes seconds per case, runs every n-th case of the small budget.
+            Cases of many rows, of large layers, and of SITU among tokens of all magnitudes always run. A GPU runs all
+            cases.
     """
 
     experts: ClassVar[type[FusedMoEExperts] | str]
@@ -107,7 +143,7 @@ class ConformanceTests:
     interpreted_every: ClassVar[int] = 1
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """pytest's hook: one test per case."""
+        """Parametrize tests by case (pytest hook)."""
         if "conformance_case" not in metafunc.fixturenames:
             return
         device = metafunc.config.getoption("--moe-device", default=None) or self.device
@@ -122,5 +158,5 @@ class ConformanceTests:
         metafunc.cls.conformance_device = device
 
     def test_conformance(self, conformance_case: Case) -> None:
-        """One case."""
+        """Run one case."""
         run_case(self.experts, conformance_case, device=getattr(self, "conformance_device", self.device))

@@ -1,4 +1,4 @@
-"""Covering arrays: few rows in which every value of some factors, and every pair of values of others, occurs."""
+"""Covering arrays: few rows with every value of some factors and every pair of others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Row = dict[str, Any]
 _Choice = tuple[int, int]  # factor number, value number
 _Target = tuple[_Choice, ...]  # one choice or two, in the order of the factors
 
-#: completions of one row that are tried before a combination counts as impossible; of a single value, which may be
-#: allowed with few others, several times as many
+#: number of completions of a row that are tried before a combination counts as impossible; a single value gets more
+#: tries, since it may be allowed with few others
 TRIES, SINGLE_TRIES = 24, 240
 
 
@@ -25,12 +25,22 @@ def covering_rows(
     fillers: Mapping[str, Sequence[Any]] | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Rows (one value per factor) that hold every value, and every pair of values of two ``paired`` factors.
+    """Return few rows that contain every value, and every pair of values of two paired factors.
 
-    Each of ``together`` names values that must occur in one row; a value that its factor lacks makes it void.
-    Combinations for which no allowed row is found are left out.  Greedy and deterministic: the first factor's values
-    come in order, and each row takes what covers most of what is left.  Where nothing is left to cover, a factor named
-    in ``fillers`` takes one of those values.
+    The search is greedy and deterministic. The first factor's values come in order, and each row takes the values that
+    cover most of the remaining combinations. Combinations for which no allowed row is found are left out.
+
+    Args:
+        factors: Values of each factor, by name.
+        allowed: Whether a row is allowed.
+        paired: Factors whose values are covered in pairs.
+        together: Combinations of values that must occur in one row. A combination with a value that its factor lacks is
+            ignored.
+        fillers: Values that a factor takes if nothing remains to be covered.
+        seed: Seed of the search.
+
+    Returns:
+        The rows, each with one value per factor.
     """
     names = list(factors)
     values = [list(factors[name]) for name in names]
@@ -84,7 +94,7 @@ def _complete(
     allowed: Callable[[Sequence[int]], bool],
     generator: random.Random,
 ) -> list[int] | None:
-    """A row that holds ``target`` and covers much of what is open, or None."""
+    """Return a row that contains ``target`` and covers many open targets, or None."""
     for attempt in range(TRIES if len(target) > 1 else SINGLE_TRIES):
         picked: dict[int, int] = dict(target)
         order = [f for f in range(len(values)) if f not in picked]
@@ -92,7 +102,7 @@ def _complete(
         for factor in order:
             options = list(range(len(values[factor])))
             generator.shuffle(options)
-            # later attempts are random, to get around what is not allowed
+            # Later attempts are random, to avoid combinations that are not allowed.
             greedy = attempt < TRIES // 2
             gains = [_gain((factor, v), picked, open_targets) for v in options] if greedy else [0]
             if max(gains) > 0:
@@ -106,8 +116,8 @@ def _complete(
 
 
 def _gain(choice: _Choice, picked: Mapping[int, int], open_targets: Mapping[_Target, None]) -> int:
-    """How many open targets ``choice`` would cover beside what is picked."""
-    # called millions of times
+    """Number of open targets that ``choice`` would cover, given the picked values."""
+    # This function is called millions of times.
     found = int((choice,) in open_targets)
     for other in picked.items():
         if ((choice, other) if choice < other else (other, choice)) in open_targets:

@@ -1,11 +1,14 @@
-"""Tensors for a conformance case: weights, hidden states and routing in which every mix-up shows.
+"""Weights, hidden states and routing for conformance cases, made to expose every mix-up.
 
-Every expert, scale group, token and group of columns has a magnitude of its own, no weight or bias repeats, and values
-reach the activation's limit.  Some groups of 4- and 8-bit floats hold subnormal codes only, whose scale makes up for
-it, and some e8m0 scales are the smallest and the largest that there are; integers reach their lowest code, -128 or -8.
-Zero points lie apart, and some are one more than the largest code, as some tools store them; groups of permuted columns
-have any number of columns, and w2's are those of a row that two ranks share.
-Everything is drawn on the CPU, so that a seed means the same tensors on every device.
+- Every expert, scale group, token and group of columns has a distinct magnitude. No weight or bias repeats.
+- Values reach the activation's limit.
+- Some groups of 4- and 8-bit floats hold only subnormal codes, with a scale that compensates.
+- Some e8m0 scales are the smallest and largest representable ones.
+- Integers reach their lowest code, -128 or -8.
+- Zero points vary widely. Some are one more than the largest code, as some tools store them.
+- Groups of permuted columns have arbitrary sizes. Those of w2 are the groups of a row that two ranks share.
+
+Everything is drawn on the CPU, so a seed gives the same tensors on every device.
 """
 
 from __future__ import annotations
@@ -28,17 +31,24 @@ from moe_core.spec.numerics import FP4_E2M1, FP8_E4M3, NumberKind, is_e8m0
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import MoEWeights
 
-#: how tokens are spread: over all experts; over some, the others idle; all on the same experts; with ids that select
-#: no expert (out of range, or mapped to a number that is no local expert's); with such ids only
+#: how tokens are spread: over all experts; over some experts, with the others idle; all on the same experts; with some
+#: ids that select no expert (out of range, or mapped to an invalid local id); with such ids only
 ROUTINGS = ("uniform", "idle", "one", "invalid", "nothing")
-#: a routing of random cases alone: popular experts get most tokens, the r-th one in proportion to 1 / r (Zipf's law)
+#: routing of random cases only: popular experts get most tokens, the r-th one in proportion to 1 / r (Zipf's law)
 SKEWED = "skewed"
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Arguments of one call: ``x`` [M, K], ``topk_weights``, ``topk_ids`` [M, k], ``expert_map`` [E] or None; with LoRA
-    ``adapter_ids`` [M]."""
+    """Arguments of one call.
+
+    Attributes:
+        x: Hidden states ``[M, K]``.
+        topk_weights: Router weights ``[M, k]``.
+        topk_ids: Expert ids ``[M, k]``.
+        expert_map: Local expert id of each global expert ``[E]``, or None.
+        adapter_ids: LoRA adapter of each token ``[M]``, or None.
+    """
 
     x: Tensor
     topk_weights: Tensor
@@ -51,7 +61,10 @@ class Inputs:
         return replace(self, **{name: t.to(device) for name, t in moved.items() if t is not None})
 
     def strided(self) -> Inputs:
-        """The same values in rows that lie apart, with NaN (huge ids, local ids) between; columns stay dense."""
+        """Return the same values in padded rows; columns stay dense.
+
+        The padding holds NaN in floats, huge expert ids, and 0, a valid local id, in maps and adapter ids.
+        """
         return replace(
             self,
             x=_apart(self.x, math.nan),
@@ -77,11 +90,22 @@ def make_inputs(
     routing: str = "uniform",
     ids_dtype: torch.dtype = torch.int32,
 ) -> Inputs:
-    """Random hidden states and routing for a layer; see :data:`ROUTINGS` and :data:`SKEWED`."""
+    """Return random hidden states and routing for a layer.
+
+    Args:
+        config: The layer.
+        tokens: Number of tokens.
+        seed: Seed of the random generator.
+        routing: One of :data:`ROUTINGS`, or :data:`SKEWED`.
+        ids_dtype: Dtype of the expert ids.
+
+    Returns:
+        The call's arguments, on the CPU, with an expert map if the layer holds a subset of the experts.
+    """
     generator = torch.Generator().manual_seed(seed)
     columns = -(-config.hidden_size // 32)
     x = torch.randn(tokens, config.hidden_size, generator=generator)
-    # tokens differ less than weights: the products of gate and up square it, and one token would be all that counts
+    # Tokens differ less than weights: the product of gate and up squares the magnitude, and one token would dominate.
     x = x * _magnitudes((tokens, 1), generator).sqrt()
     x = x * _magnitudes((tokens, columns), generator).sqrt().repeat_interleave(32, dim=1)[:, : config.hidden_size]
     x = x / x.square().mean().sqrt().clamp_min(1e-6) if tokens else x
@@ -89,7 +113,7 @@ def make_inputs(
     ids = _ids(config, tokens, routing, ids_dtype, generator)
     expert_map = None
     if config.local_experts < config.num_experts:
-        # local experts in an order of their own, at places of their own
+        # Local experts have arbitrary order and arbitrary global positions.
         places = torch.randperm(config.num_experts, generator=generator)[: config.local_experts]
         expert_map = torch.full((config.num_experts,), -1, dtype=torch.int32)
         expert_map[places] = torch.arange(config.local_experts, dtype=torch.int32)
@@ -97,7 +121,7 @@ def make_inputs(
         _mislead(ids, expert_map, config, routing, ids_dtype)
     adapter_ids = None
     if config.is_lora_enabled:
-        # numbers of no adapter among them
+        # Invalid adapter ids, which mean no adapter.
         wrong = torch.tensor([-1, config.max_loras, -7, 2**31 - 1], dtype=torch.int32)
         adapter_ids = torch.randint(config.max_loras, (tokens,), dtype=torch.int32, generator=generator)
         without = torch.rand(tokens, generator=generator) < 1 / 4
@@ -108,10 +132,11 @@ def make_inputs(
 def _mislead(
     ids: Tensor, expert_map: Tensor | None, config: FusedMoEConfig, routing: str, ids_dtype: torch.dtype
 ) -> None:
-    """Ids that select no expert but, handled carelessly, one on this rank or memory behind the weights; in place.
+    """Write misleading ids in place: they select no expert, but careless code reads a wrong one.
 
-    Ids that lose their upper half become a local expert's; maps give experts that live elsewhere local ids other
-    than -1.  Both go to tokens without any expert, where every contribution shows.
+    Careless code would select an expert on this rank or read memory behind the weights. 64-bit ids become local experts
+    when their upper half is lost. Maps give remote experts invalid local ids other than -1. Both go to tokens without
+    any expert, where every contribution is visible.
     """
     held, wide, elsewhere = min(1, config.num_experts - 1), [], []
     if expert_map is not None:
@@ -157,7 +182,17 @@ def _ids(
 def make_weights(
     config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, *, seed: int
 ) -> MoEWeights:
-    """Random canonical weights (and biases, input scales, column groups) for a layer and its keys."""
+    """Return random canonical weights for a layer and its keys.
+
+    Args:
+        config: The layer.
+        weight_key: Weight format, or None for 16-bit weights.
+        activation_key: Activation format; a static one adds input scales.
+        seed: Seed of the random generator.
+
+    Returns:
+        The weights, with biases, input scales, column groups and pre-scales if the layer or its keys have them.
+    """
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
     w13 = _matrices(experts, config.w13_rows, hidden, 2 if config.is_gated else 1, weight_key, generator)
@@ -198,7 +233,8 @@ def make_weights(
         weights = _with_all_codes(weights, (w13, w2), config, weight_key, generator)
     if weight_key is not None and weight_key.dtype.kind is NumberKind.INT and weight_key.packing is None:
         for codes, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
-            # the lowest code and scales of either sign, which quantizers here don't make, and other tools do
+            # The lowest code, and scales of either sign: the quantizers of this project do not produce them, but other
+            # tools do.
             codes[codes == -weight_key.dtype.max_value] = int(weight_key.dtype.min_value)
             if scale is not None:
                 scale *= torch.where(torch.rand(scale.shape, generator=generator) < 1 / 6, -1, 1).to(scale.dtype)
@@ -207,8 +243,9 @@ def make_weights(
     return weights
 
 
-#: how far scales are raised, in powers of two, for subnormal codes only: e4m3's largest value, 448, is 2**15 times the
-#: largest subnormal one, 7 * 2**-9; e2m1's, 6, eight times 0.75, which rounds to the only one, 0.5, from below
+#: factor, as a power of two, that raises scales so that all codes become subnormal: e4m3's largest value, 448, is 2**15
+#: times the largest subnormal, 7 * 2**-9; e2m1's largest value, 6, is eight times 0.75, which rounds from below to its
+#: only subnormal, 0.5
 _SUBNORMAL = {FP8_E4M3: 15, FP4_E2M1: 3}
 
 
@@ -219,7 +256,7 @@ def _with_edges(
     key: QuantKey,
     generator: torch.Generator,
 ) -> MoEWeights:
-    """``weights``, quantised from ``values``, with a sixth of the groups subnormal and extreme e8m0 scales in a few."""
+    """Requantize ``values`` with a sixth of the groups subnormal and a few extreme e8m0 scales."""
     changed: dict[str, Any] = {}
     shift = _SUBNORMAL[key.dtype]
     for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
@@ -243,17 +280,17 @@ def _with_all_codes(
     key: QuantKey,
     generator: torch.Generator,
 ) -> MoEWeights:
-    """``weights``, quantised from ``values``, with the lowest code or, where there are any, zero points far apart."""
+    """Requantize ``values`` to reach the lowest code or widely varying zero points."""
     changed: dict[str, Any] = {}
     for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
         scale: Tensor = getattr(weights, f"{name}_scale")
         zero_point: Tensor | None = getattr(weights, f"{name}_zero_point")
         chance = torch.rand(scale.shape, generator=generator)
         if zero_point is None:
-            # symmetric quantisers don't make the lowest code: -8 where their largest is 7
+            # Symmetric quantizers do not produce the lowest code: -8 if their largest is 7.
             smaller = scale.float() * (key.dtype.max_value / (key.dtype.max_value + 1))
             smaller = torch.where(chance < 1 / 3, smaller, scale.float())
-            # nor scales of either sign, which others write
+            # They do not produce negative scales either, which other tools write.
             scale = torch.where(chance < 1 / 6, -smaller, smaller).to(scale.dtype)
         else:
             largest = int(key.dtype.max_value)
@@ -270,9 +307,9 @@ def _with_all_codes(
 
 
 def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int) -> tuple[Tensor, Tensor]:
-    """In each expert a group of zeros with the largest e8m0 scale, 2**127, and one with the smallest, 2**-127.
+    """Add a group of zeros with the largest e8m0 scale, 2**127, and one with the least, 2**-127.
 
-    Neither adds anything, unless the scale becomes infinite or NaN on the way.
+    Each expert has one of both. Neither contributes to the result, unless the scale becomes infinite or NaN on the way.
     """
     bare = torch.zeros(scale.shape, dtype=torch.bool)
     smallest = torch.zeros_like(bare)
@@ -288,12 +325,26 @@ def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int)
 
 
 def has_extreme_scales(weights: MoEWeights) -> bool:
-    """Whether :func:`without_extreme_scales` changes anything."""
+    """Whether :func:`without_extreme_scales` changes anything.
+
+    Args:
+        weights: Canonical weights.
+
+    Returns:
+        True if the weights have e8m0 scales.
+    """
     return weights.weight_key is not None and is_e8m0(weights.weight_key.scale.dtype)
 
 
 def without_extreme_scales(weights: MoEWeights) -> MoEWeights:
-    """The same values, where groups of zeros have e8m0 scales like the others and not 2**-127 or 2**127."""
+    """Return the same values, with ordinary e8m0 scales in place of 2**-127 and 2**127.
+
+    Args:
+        weights: Canonical weights; the groups with these scales hold zeros.
+
+    Returns:
+        The weights with the median exponent in place of the extreme ones.
+    """
     changed: dict[str, Any] = {}
     for name in ("w13_scale", "w2_scale"):
         scale: Tensor | None = getattr(weights, name)
@@ -306,7 +357,7 @@ def without_extreme_scales(weights: MoEWeights) -> MoEWeights:
 
 
 def _first_product_size(config: FusedMoEConfig) -> float:
-    """Root mean square of the first product: large enough that a fair share reaches a limit."""
+    """Root mean square of the first product, large enough that many values reach a limit."""
     limit = config.params.limit
     if config.activation in (MoEActivation.RELU2, MoEActivation.RELU2_NO_MUL):
         return 1.0 if limit is None else min(max(1.0, 0.6 * limit), 4.0)
@@ -319,7 +370,15 @@ def _magnitudes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def make_lora(config: FusedMoEConfig, *, seed: int) -> LoRAWeights:
-    """Random adapters whose additions are about as large as the products that they are added to."""
+    """Return random adapters whose contribution is about as large as the base product.
+
+    Args:
+        config: The layer, with LoRA enabled.
+        seed: Seed of the random generator.
+
+    Returns:
+        The adapters, in the layer's dtype.
+    """
     generator = torch.Generator().manual_seed(seed + 2)
     shapes = lora_shapes(config)
     sizes = {"w13_b": _first_product_size(config)}
@@ -335,7 +394,10 @@ def make_lora(config: FusedMoEConfig, *, seed: int) -> LoRAWeights:
 def _matrices(
     experts: int, rows: int, cols: int, parts: int, key: QuantKey | None, generator: torch.Generator
 ) -> Tensor:
-    """[experts, rows, cols] of mean square 1 whose magnitude differs by expert, part and scale group."""
+    """Random ``[experts, rows, cols]`` of mean square 1.
+
+    The magnitude differs by expert, part and scale group.
+    """
     part_rows = rows // parts
     shape = (16, 16) if key is None else (key.group_shape.row, key.group_shape.col)
     row, col = (size if size > 0 else full for size, full in zip(shape, (part_rows, cols), strict=True))
@@ -348,17 +410,17 @@ def _matrices(
 
 
 def _column_groups(experts: int, cols: int, groups: int, generator: torch.Generator) -> Tensor:
-    """[experts, cols] int32: every column's group, in an order and of sizes of each expert's own."""
+    """Group of every column, ``[experts, cols]`` int32; order and sizes differ between experts."""
     sizes = torch.rand(experts, groups, generator=generator) + 0.2
     return torch.multinomial(sizes, cols, replacement=True, generator=generator).to(torch.int32)
 
 
 def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed: int) -> MoEWeights:
-    """Static input scales from random tokens, each expert's own."""
+    """Add static input scales, calibrated on random tokens; they differ between experts."""
     inputs = make_inputs(replace(config, num_local_experts=None), 64, seed=seed + 1)
     steps = Steps(replace(weights, activation_key=None), config, torch.float64, None, None)
     hidden = []
-    # every expert sees every token, so that each has a scale
+    # Every expert sees every token, so every expert has a scale.
     everywhere = replace(config, top_k=config.num_experts, apply_router_weight_on_input=False)
     ids = torch.arange(config.num_experts).expand(len(inputs.x), -1)
     identity = torch.full((config.num_experts,), -1, dtype=torch.int32)
@@ -373,7 +435,7 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
             h = h * weights.w2_pre_scale[expert].double()
         entering.append(torch.stack((own.min(), own.max())))
         hidden.append(torch.stack((h.min(), h.max())))
-    # every expert sees the same tokens here: others, in a model, so their scales differ
+    # Here every expert sees the same tokens. In a model they see different tokens, so the scales must differ.
     spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
     w13_scale, w13_zero_point = _static_scale(torch.stack(entering) * spread[:, None].double(), key)
     w2_scale, w2_zero_point = _static_scale(torch.stack(hidden), key)
@@ -387,11 +449,11 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
 
 
 def _static_scale(ranges: Tensor, key: QuantKey) -> tuple[Tensor, Tensor | None]:
-    """Scales [E] and zero points [E] of the smallest and largest values [E, 2]."""
-    # a little inside what was seen, so that a few values saturate
+    """Scales ``[E]`` and zero points ``[E]`` from the smallest and largest values ``[E, 2]``."""
+    # Slightly narrower than the observed range, so that a few values saturate.
     low, high = (0.9 * ranges).unbind(1)
     if not key.symmetric:
-        # a range that is not symmetric, whatever the sample, so that zero points matter
+        # Make the range asymmetric for any sample, so that zero points matter.
         low = 0.75 * low
     scale, zero_point = scale_of_range(low, high, key)
     return scale.float(), zero_point

@@ -1,8 +1,8 @@
-"""Names the mistake that explains a wrong output, where it is one of the usual ones.
+"""Name the common mistake that explains a wrong output.
 
-Every mistake of :mod:`moe_core.testing.mistakes` is computed for a few tokens, and those that come near the output are
-compared with the whole of it, within the bounds of :mod:`moe_core.reference.tolerance`.  So a mistake is named only
-where a backend that makes it, and nothing else, could have given this output.
+Every mistake of :mod:`moe_core.testing.mistakes` is computed for a few tokens. Those close to the output are compared
+with the whole output, within the bounds of :mod:`moe_core.reference.tolerance`. So a mistake is named only if a backend
+with that mistake and no other could have produced this output.
 """
 
 from __future__ import annotations
@@ -25,22 +25,30 @@ from moe_core.testing.mistakes import CALL_MISTAKES, Mistake
 from moe_core.testing.requantized import computed_with
 
 MISTAKES: tuple[Mistake, ...] = (*CALL_MISTAKES, *MATRIX_MISTAKES)
-#: tokens on which every mistake is computed
+#: number of tokens on which every mistake is computed
 _TOKENS = 2
-#: the largest part of the error that a mistake may leave unexplained
+#: largest fraction of the error that a mistake may leave unexplained
 _REST = 0.5
-#: how many times as far as the nearest another one may be, to be named too
+#: a further mistake is named too if its distance is within this factor of the smallest one
 _ALIKE = 1.25
-#: mistakes whose whole output is compared, and that are named where several give the same
+#: number of mistakes that are compared with the whole output, and number of equivalent ones that are named
 _COMPARED, _NAMED = 12, 4
 
 
 def compare(
     experts: type[FusedMoEExperts], problem: Problem, result: Tensor, place: Place, *, elements: bool = True
 ) -> None:
-    """Raise AssertionError, with the figures and the mistake that explains them, unless ``result`` [M, K] is right.
+    """Raise AssertionError unless a result is right, naming the mistake that explains it.
 
-    ``elements`` as for :meth:`Expected.compare`.
+    Args:
+        experts: Experts class under test.
+        problem: The case's tensors.
+        result: Output ``[M, K]`` of the experts.
+        place: Where the case ran.
+        elements: Whether to bound single elements too, as for :meth:`Expected.compare`.
+
+    Raises:
+        AssertionError: The result is wrong. The message has the figures and the mistakes that explain it.
     """
     computed = computed_with(experts, problem, place)
     expected = computed.expected(place, experts.claims)
@@ -50,7 +58,7 @@ def compare(
         try:
             found = _causes(experts, problem, result, place, elements=elements)
         except Exception as failed:
-            # the failure itself must be told, whatever a backend makes of a second call
+            # The original failure must be reported, whatever a backend does on a second call.
             cause = f"looking for the cause failed: {type(failed).__name__}: {failed}"
             raise AssertionError(f"{error}; {cause}") from failed
         if not found:
@@ -61,7 +69,10 @@ def compare(
 def _causes(
     experts: type[FusedMoEExperts], problem: Problem, result: Tensor, place: Place, *, elements: bool
 ) -> list[str]:
-    """:func:`explanations` of a wrong result, which infinity and NaN would hide."""
+    """Return :func:`explanations` of a wrong result.
+
+    Inf and NaN from extreme e8m0 scales would hide other mistakes, so those scales are replaced first.
+    """
     milder = not bool(result.isfinite().all()) and has_extreme_scales(problem.weights)
     if milder:
         problem = replace(problem, weights=without_extreme_scales(problem.weights))
@@ -74,7 +85,7 @@ def _causes(
 
 
 def _within(expected: Expected, result: Tensor, *, elements: bool) -> bool:
-    """Whether a result is right."""
+    """Whether a result is within its bounds."""
     try:
         expected.compare(result, "", elements=elements)
     except AssertionError:
@@ -91,9 +102,18 @@ def explanations(
     *,
     elements: bool = True,
 ) -> list[str]:
-    """Texts of the mistakes that give ``result`` [M, K], as many as give the same; empty where none does.
+    """Return the descriptions of the mistakes that give a result.
 
-    ``expected``: what a right backend with these ``claims`` gives, which ``result`` is not.
+    Args:
+        problem: The case's tensors.
+        result: Wrong output ``[M, K]``.
+        expected: Output of a correct backend with these ``claims``.
+        place: Where the case ran.
+        claims: Claims of the experts class; None for a backend that rounds no more than it must.
+        elements: Whether to bound single elements too.
+
+    Returns:
+        Equivalent mistakes, a few at most; empty if none gives the result.
     """
     if result.shape != expected.exact.shape or not result.numel():
         return []
@@ -105,7 +125,7 @@ def explanations(
         for number, mistake in enumerate(MISTAKES):
             rows = everything if mistake.together else window
             few, wrong = problem.tokens(rows.start, rows.stop), result[rows].double()
-            # of several ways to make it, the nearest
+            # If there are several ways to make the mistake, take the nearest.
             ways = [(_distance(changed, wrong), way) for way, changed in enumerate(_changed(mistake, few))]
             distance, way = min(ways, default=(math.inf, 0))
             if distance < _REST * float((wrong - expected.exact[rows]).norm()):
@@ -126,7 +146,7 @@ def explanations(
 
 
 def _telling(problem: Problem, result: Tensor, expected: Expected) -> slice:
-    """A few tokens around the one that is furthest off, or all where they share a scale."""
+    """Select a few tokens around the one with the largest error, or all if they share a scale."""
     key = problem.weights.activation_key
     tokens = len(result)
     if tokens <= _TOKENS or (key is not None and not key.is_static and key.group_shape.is_per_tensor):
@@ -137,7 +157,7 @@ def _telling(problem: Problem, result: Tensor, expected: Expected) -> slice:
 
 
 def _changed(mistake: Mistake, problem: Problem) -> Iterator[Problem]:
-    """The problems with the mistake; none where it can't be made."""
+    """Yield the problems with the mistake; none if the mistake does not apply."""
     try:
         yield from mistake.change(problem)
     except MoEError:
@@ -145,7 +165,7 @@ def _changed(mistake: Mistake, problem: Problem) -> Iterator[Problem]:
 
 
 def _distance(problem: Problem, result: Tensor) -> float:
-    """Norm of the difference between the reference of the changed problem and a result in float64."""
+    """Norm of the difference between the changed problem's reference and a float64 result."""
     inputs = problem.inputs
     try:
         exact = fused_moe_reference(

@@ -1,16 +1,16 @@
-"""Looks in PTX for what a kernel does in global memory before it has waited for the launch before it.
+"""Find global memory accesses in PTX before a kernel waits for the preceding launch.
 
-With programmatic dependent launch (:mod:`moe_core.kernels.device.pdl`) a kernel's first programs run while the launch
-before it still does.  Before `griddepcontrol.wait` they may read what is older than that launch, and write what it
-neither reads nor writes; :data:`ALLOWED` says of each kernel what that is.  The rest is a race, which a test on a GPU
-rarely shows.
+With programmatic dependent launch (:mod:`moe_core.kernels.device.pdl`), the first CTAs of a kernel run while the
+preceding launch is still running. Before `griddepcontrol.wait` they may read data that is older than that launch, and
+write data that it neither reads nor writes. :data:`ALLOWED` states these accesses for each kernel. All others are
+races, which a test on a GPU rarely shows.
 
-All paths from the entry are followed as far as the wait, those that end without one too: their programs rely on the
-wait of another.  The registers of an address lead back to the kernel's pointers; a number that was loaded from memory
-only counts elements.  Where warps are specialised, all but the first ones begin at a barrier of the whole program, to
-which the first ones come when these may go on.  If that is behind the wait, the others have waited too.
+All paths from the entry to the wait are followed, including those that end without a wait: their CTAs rely on the wait
+of another CTA. The registers of an address are traced back to the kernel's pointers; a number loaded from memory only
+counts elements. In a warp-specialized kernel, all but the first warps begin at a barrier of the whole CTA. The first
+warps arrive at it when the others may proceed. If they do so after the wait, the other warps have waited too.
 
-The text is that of Triton 3.6 to 3.9.
+The patterns match the PTX of Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from typing import NamedTuple
 
 
 class Allowed(NamedTuple):
-    """What a kernel may do before it waits: read from the arguments ``reads``, and write zeros to ``zeros``.
+    """Accesses that a kernel may make before it waits.
 
-    ``where``: (argument, place inside of it …) of a constant, and the value that it must have; else nothing is allowed.
+    Attributes:
+        reads: Arguments that it may read.
+        zeros: Arguments that it may write zeros to.
+        where: (argument, place inside of it …) of a constant, and its required value. If the value differs, nothing is
+            allowed.
     """
 
     reads: frozenset[str]
@@ -35,23 +39,26 @@ class Allowed(NamedTuple):
 _SECOND = (("SECOND",), True)
 _OF_GEMV = frozenset({"row_args", "b_args"})
 
-#: by the kernel's name; of others nothing
+#: allowed accesses by kernel name; other kernels may access nothing
 ALLOWED: Mapping[str, Allowed] = {
-    # gemm2, whose epilogue has the activation "": what is before it has waited for the sort
+    # gemm2, whose epilogue has the activation "": the launch before it has waited for the sort
     "grouped_gemm_kernel": Allowed(frozenset({"schedule", "b_args"}), where=(("epilogue", 4), "")),
-    # routing is from before gemm1; the zeros are `moe_core.kernels.gemm.tiles.finalize.store_zeros`
+    # Routing is older than gemm1. `moe_core.kernels.gemm.tiles.finalize.store_zeros` writes the zeros.
     "gemv_kernel": Allowed(_OF_GEMV, frozenset({"result"}), _SECOND),
     "gemv_mma_kernel": Allowed(_OF_GEMV, frozenset({"result"}), _SECOND),
     "scaled_gemv_kernel": Allowed(_OF_GEMV, where=_SECOND),
-    # routing is from before the launch that makes y
+    # Routing is older than the launch that makes y.
     "reduce_kernel": Allowed(frozenset({"ids", "expert_map"})),
 }
 
 
 class Access(NamedTuple):
-    """An instruction on global memory, and the numbers of the pointers among the parameters that its address is from.
+    """An instruction on global memory.
 
-    ``zeros``: it stores nothing but zeros.
+    Attributes:
+        operation: The PTX operation.
+        parameters: Numbers of the pointer parameters that its address derives from.
+        zeros: Whether it stores only zeros.
     """
 
     operation: str
@@ -76,7 +83,7 @@ _LABEL = re.compile(r"([\w$]+):(?!:)[\s{}]*")
 _INSTRUCTION = re.compile(r"(@!?[%\w]+\s+)?([.\w:]+)\s*(.*)", re.DOTALL)
 _REGISTER = re.compile(r"%\w+")
 _PARAMETER = re.compile(r"_param_(\d+)\b")
-# pointers, and tensor descriptors as they are
+# pointers, and tensor descriptors passed by value
 _POINTER = re.compile(r"\.ptr\b.*_param_(\d+)\b|_param_(\d+)\[")
 _ACCESS = re.compile(r"(?:ldu?|st|atom|red|cp|prefetchu?|discard|applypriority|multimem|tensormap)\.")
 _GLOBAL = re.compile(r"\.global\b")
@@ -85,18 +92,32 @@ _ZERO = re.compile(r"0|0x0+|0[fd]0+")
 
 
 def waits(ptx: str) -> bool:
-    """Whether the kernel waits for the launch before it at all."""
+    """Whether the kernel waits for the preceding launch at all.
+
+    Args:
+        ptx: PTX of the kernel.
+
+    Returns:
+        True if it has a wait.
+    """
     return _WAIT in ptx
 
 
 def early_accesses(ptx: str) -> list[Access]:
-    """What may happen in global memory before the wait, each kind once, in the order of the text."""
+    """Return the accesses to global memory that may happen before the wait.
+
+    Args:
+        ptx: PTX of the kernel.
+
+    Returns:
+        Each kind of access once, in the order of the text.
+    """
     head, _, body = ptx[ptx.index(".entry") :].partition("{")
     code, labels = _parse(body)
     gates = {at for at, one in enumerate(code) if one.operation == "barrier.sync" and one.operands == "1"}
     reached = _reached(code, labels, gates)
     if len(gates & reached) > 1 or len(gates) == 1:
-        # the first ones come to it before they have waited, or nobody else does
+        # The first warps arrive at the barrier before they have waited, or no other warps use it.
         reached = _reached(code, labels, set())
     accesses = [code[at] for at in sorted(reached) if _is_access(code[at].operation)]
     if not accesses:
@@ -107,9 +128,16 @@ def early_accesses(ptx: str) -> list[Access]:
 
 
 def refused_accesses(kernel: str, constants: Mapping[tuple[str | int, ...], object], ttgir: str, ptx: str) -> list[str]:
-    """Those of :func:`early_accesses` that :data:`ALLOWED` does not allow, with the names of the arguments.
+    """Return the :func:`early_accesses` that :data:`ALLOWED` does not allow.
 
-    ``constants``: the kernel's, by (argument, place inside of it …); its parameters have their names from ``ttgir``.
+    Args:
+        kernel: Name of the kernel.
+        constants: Its constants, by (argument, place inside of it …).
+        ttgir: TTGIR, which has the names of the parameters.
+        ptx: PTX of the kernel.
+
+    Returns:
+        Descriptions of the accesses, with the names of the arguments.
     """
     allowed = ALLOWED.get(kernel)
     if allowed is None or (allowed.where is not None and constants.get(allowed.where[0]) != allowed.where[1]):
@@ -126,13 +154,13 @@ def refused_accesses(kernel: str, constants: Mapping[tuple[str | int, ...], obje
 
 
 def _parameter_names(ttgir: str) -> dict[int, str]:
-    """The arguments that the parameters are, or are parts of."""
+    """Map parameter numbers to the arguments that they are, or are parts of."""
     signature = re.search(r"tt\.func public @.*", ttgir)
     return dict(enumerate(re.findall(r'loc\("([^".]+)', signature[0]))) if signature is not None else {}
 
 
 def _parse(body: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """The instructions, and of each label the number of the one behind it."""
+    """Return the instructions, and for each label the index of the instruction after it."""
     code: list[_Instruction] = []
     labels: dict[str, int] = {}
     for statement in _COMMENT.sub("", body).split(";"):
@@ -147,7 +175,7 @@ def _parse(body: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def _reached(code: list[_Instruction], labels: dict[str, int], stops: set[int]) -> set[int]:
-    """The instructions that may run before the wait and, with them, the first of ``stops``."""
+    """Return the instructions that may run before the wait, including the first of ``stops``."""
     reached: set[int] = set()
     starts = [0]
     while starts:
@@ -165,7 +193,7 @@ def _reached(code: list[_Instruction], labels: dict[str, int], stops: set[int]) 
             elif one.operation.startswith("brx"):
                 table = code[labels[one.operands.rpartition(",")[2].strip()]]
                 targets = [target.strip() for target in table.operands.split(",")]
-            # those of inline assembly, which has blocks of its own, go back to what has been reached
+            # Branches of inline assembly, which has separate blocks, go back to reached instructions.
             known = [labels[target] for target in targets if target.startswith("$L")]
             starts += known
             if not one.predicated and (known or one.operation in ("ret", "exit", "trap")):
@@ -175,7 +203,7 @@ def _reached(code: list[_Instruction], labels: dict[str, int], stops: set[int]) 
 
 
 def _is_access(operation: str) -> bool:
-    # what a function does is not looked at
+    # Bodies of called functions are not analyzed.
     if operation.startswith("call"):
         return True
     elsewhere = _GLOBAL.search(operation) is None and _ELSEWHERE.search(operation) is not None
@@ -183,10 +211,10 @@ def _is_access(operation: str) -> bool:
 
 
 class _Origins:
-    """Where the values of registers are from."""
+    """Origins of register values."""
 
     def __init__(self, code: list[_Instruction]) -> None:
-        #: of each register the instructions that write it: operation and what is behind the registers written
+        #: for each register the instructions that write it: operation, and the operands after the written registers
         self.writes: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
         for one in code:
             written = re.match(r"\{[^}]*\}|[^,]*", one.operands)
@@ -195,7 +223,10 @@ class _Origins:
                     self.writes[register].append((one.operation, one.operands[written.end() :]))
 
     def _follow(self, text: str, visit: Callable[[str, str], bool]) -> None:
-        """Call ``visit`` with all that the registers in ``text`` are from, as long as it returns True for one."""
+        """Call ``visit`` for everything that the registers in ``text`` derive from.
+
+        A chain ends where ``visit`` returns False.
+        """
         seen: set[str] = set()
         registers = _REGISTER.findall(text)
         while registers:
@@ -207,7 +238,14 @@ class _Origins:
                         registers += _REGISTER.findall(operands)
 
     def parameters(self, text: str) -> set[int]:
-        """Numbers of the parameters that the registers in ``text`` are computed from, unless by way of memory."""
+        """Return the parameters that the registers in ``text`` derive from without a memory access.
+
+        Args:
+            text: Operands of an instruction.
+
+        Returns:
+            Numbers of the parameters.
+        """
         found = {int(number) for number in _PARAMETER.findall(text)}
 
         def visit(operation: str, operands: str) -> bool:
@@ -220,7 +258,14 @@ class _Origins:
         return found
 
     def zero(self, text: str) -> bool:
-        """Whether the values in ``text`` are zeros."""
+        """Whether the values in ``text`` are zeros.
+
+        Args:
+            text: Operands of an instruction.
+
+        Returns:
+            True if all are zero constants.
+        """
         values = [text]
         others = False
 

@@ -1,4 +1,4 @@
-"""A case brought to life: its tensors, its kernel, and calls whose surroundings are watched."""
+"""Tensors and kernel of a conformance case, and calls with guarded, poisoned buffers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights
 
-#: bytes that scratch memory and outputs hold before a call: as floats NaN, and huge but finite values
+#: bytes that fill workspaces and outputs before a call; as floats they are NaN, or huge but finite
 POISONS = {"NaN": 0xFF, "huge values": 0x7B}
-#: devices that experts are told they run on where none of theirs is: in the Triton interpreter, or for conversion only
+#: devices that experts are told they run on if none of their own is present: in the Triton interpreter, or for
+#: conversion only
 PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
-_GUARD = 512  # bytes around a workspace, and around an output, that must stay as they were
+_GUARD = 512  # guard bytes around workspace and output that must stay unchanged
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch in one thread, for the reference's small tensors: on a busy machine, waiting for each other costs most."""
+    """Limit torch to one thread for the reference's small tensors.
+
+    On a busy machine, thread synchronization would dominate their cost.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -47,7 +51,12 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case runs: tensors on ``device``, the experts told that they run on ``target``."""
+    """Where a case runs.
+
+    Attributes:
+        device: Device of the tensors.
+        target: Device that the experts are told they run on.
+    """
 
     device: torch.device
     target: DeviceInfo
@@ -60,8 +69,16 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A case's tensors, on the device; ``router_logits`` [M, E] and ``correction_bias`` [E] for monolithic experts,
-    ``lora`` for those that apply adapters."""
+    """Tensors of a case, on the device.
+
+    Attributes:
+        case: The case.
+        weights: Canonical weights.
+        inputs: Hidden states and routing.
+        router_logits: ``[M, E]``, for monolithic experts.
+        correction_bias: ``[E]``, for monolithic experts.
+        lora: Adapters, for experts that apply them.
+    """
 
     case: Case
     weights: MoEWeights
@@ -71,7 +88,15 @@ class Problem:
     lora: LoRAWeights | None = None
 
     def expected(self, place: Place, claims: Claims | None = None) -> Expected:
-        """The reference, for a backend with these ``claims``, or one that rounds no more than it must."""
+        """Return the reference output with its bounds.
+
+        Args:
+            place: Where the case runs.
+            claims: Claims of the backend; None for one that rounds no more than it must.
+
+        Returns:
+            The expected output.
+        """
         inputs, config = self.inputs, self.case.config
         with one_thread():
             return expected_output(
@@ -89,16 +114,31 @@ class Problem:
 
     @property
     def applied(self) -> LoRA | None:
-        """The adapters with each token's number."""
+        """The adapters with each token's adapter id, or None."""
         ids = self.inputs.adapter_ids
         return None if self.lora is None or ids is None else LoRA(self.lora, ids)
 
     def tokens(self, first: int, last: int) -> Problem:
-        """The same layer, called with some of the tokens, which stay where they are in memory."""
+        """Return the same layer with a range of tokens, as a view of the same memory.
+
+        Args:
+            first: First token.
+            last: End of the range, exclusive.
+
+        Returns:
+            The problem with these tokens.
+        """
         return self.only(slice(first, last))
 
     def only(self, rows: slice | list[int]) -> Problem:
-        """The same layer, called with some of the tokens."""
+        """Return the same layer with some of the tokens.
+
+        Args:
+            rows: Slice or indices of the tokens.
+
+        Returns:
+            The problem with these tokens.
+        """
         given = self.inputs
         inputs = replace(
             given,
@@ -111,7 +151,7 @@ class Problem:
         return replace(self, inputs=inputs, router_logits=logits)
 
     def arguments(self) -> dict[str, Tensor | None]:
-        """What a call gets besides hidden states, by name."""
+        """Call arguments other than the hidden states, by name."""
         if self.router_logits is not None:
             return {
                 "router_logits": self.router_logits,
@@ -127,7 +167,16 @@ class Problem:
 
 
 def make_problem(case: Case, device: torch.device, *, variant: int = 0) -> Problem:
-    """The tensors of ``case``; another ``variant`` has other inputs and weights of the same shapes and expert map."""
+    """Make the tensors of a case.
+
+    Args:
+        case: The case.
+        device: Device of the tensors.
+        variant: Another number gives other inputs and weights of the same shapes, with the same expert map.
+
+    Returns:
+        The tensors.
+    """
     config = case.config
     seed = case.seed + 7919 * variant
     weights = make_weights(config, case.weight_key, case.activation_key, seed=seed).to(device)
@@ -149,7 +198,10 @@ def make_problem(case: Case, device: torch.device, *, variant: int = 0) -> Probl
 
 
 def _logits(case: Case, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Logits that lie apart from each other (in bf16 too), so that rounding can't change the choice."""
+    """Router logits that are well separated, so that rounding cannot change the selection.
+
+    They are separated in bf16 too.
+    """
     config = case.config
     generator = torch.Generator().manual_seed(seed + 1)
     order = torch.rand(case.tokens, config.num_experts, generator=generator).argsort(dim=1).float()
@@ -161,12 +213,30 @@ def _logits(case: Case, seed: int) -> tuple[Tensor, Tensor | None]:
 
 
 def make_instance(experts: type[FusedMoEExperts], case: Case, place: Place) -> FusedMoEExperts:
-    """The case's experts."""
+    """Instantiate the experts of a case.
+
+    Args:
+        experts: Experts class.
+        case: The case.
+        place: Where it runs.
+
+    Returns:
+        The instance.
+    """
     return experts(case.config, weight_key=case.weight_key, activation_key=case.activation_key, device=place.target)
 
 
 def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) -> FusedMoEKernel:
-    """The case's kernel around freshly converted weights."""
+    """Make the kernel of a case with freshly converted weights.
+
+    Args:
+        experts: Experts class.
+        problem: The case's tensors.
+        place: Where it runs.
+
+    Returns:
+        The kernel. In the batched format, unused rows are poisoned.
+    """
     case = problem.case
     instance = make_instance(experts, case, place)
     weights = instance.convert(problem.weights)
@@ -178,7 +248,10 @@ def make_kernel(experts: type[FusedMoEExperts], problem: Problem, place: Place) 
 
 
 class PoisonedBatches(BatchedPrepareAndFinalize):
-    """Rows that no token uses hold NaN and huge values, as they may in buffers that an exchange between ranks fills."""
+    """Batched prepare/finalize whose unused rows hold NaN and huge values.
+
+    Buffers that an all-to-all between ranks fills may hold such values.
+    """
 
     def prepare_async(self, *arguments: Any, **named: Any) -> Pending[Prepared]:
         prepared = super().prepare_async(*arguments, **named).wait()
@@ -192,9 +265,9 @@ class PoisonedBatches(BatchedPrepareAndFinalize):
 
 
 def _fill(tensor: Tensor, where: Tensor) -> None:
-    """Write NaN and, in odd columns, the largest number ``where`` that is True.
+    """Write NaN to even columns and the largest finite value to odd columns ``where`` True.
 
-    Of one byte: the largest value of seven bits, which is NaN in e4m3.
+    One-byte elements get the largest value of seven bits, 0x7F, which is NaN in e4m3.
     """
     if tensor.element_size() == 1:
         tensor.view(torch.uint8).masked_fill_(where, 0x7F)
@@ -204,7 +277,16 @@ def _fill(tensor: Tensor, where: Tensor) -> None:
 
 
 def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None) -> Tensor:
-    """One call with the problem's arguments."""
+    """Call the kernel once with the problem's arguments.
+
+    Args:
+        kernel: The kernel.
+        problem: The case's tensors.
+        output: Output ``[M, K]``; allocated if None.
+
+    Returns:
+        The output ``[M, K]``.
+    """
     inputs = problem.inputs
     if problem.router_logits is not None:
         return kernel.apply_monolithic(
@@ -225,9 +307,18 @@ def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None)
 
 
 def watched_call(kernel: FusedMoEKernel, problem: Problem, poison: int) -> Tensor:
-    """One call with a workspace of exactly the stated size and an output, both filled with ``poison`` bytes.
+    """Call the kernel once with a poisoned output and workspace of exactly the stated size.
 
-    Both are parts of wider buffers.  Raises AssertionError where bytes around them change.
+    Args:
+        kernel: The kernel.
+        problem: The case's tensors.
+        poison: Byte that fills both buffers and their guards.
+
+    Returns:
+        A copy of the output ``[M, K]``.
+
+    Raises:
+        AssertionError: The call wrote outside of a buffer.
     """
     x, config = problem.inputs.x, kernel.config
     needed = workspace_nbytes(kernel.workspaces(x.shape[0]))
@@ -252,21 +343,44 @@ def watched_call(kernel: FusedMoEKernel, problem: Problem, poison: int) -> Tenso
 
 
 def snapshot(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Copies of the tensors that are there."""
+    """Copy the tensors.
+
+    Args:
+        tensors: Tensors by name; None is skipped.
+
+    Returns:
+        The copies by name.
+    """
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
 
 def changed(tensors: dict[str, Tensor | None], before: dict[str, Tensor]) -> list[str]:
-    """Names of tensors whose bits differ from those of ``before``."""
+    """Return the names of tensors whose bits have changed.
+
+    Args:
+        tensors: Current tensors by name.
+        before: Result of :func:`snapshot`.
+
+    Returns:
+        The names.
+    """
     return [name for name, old in before.items() if not same_bits(tensors[name], old)]
 
 
 def same_bits(a: Tensor | None, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits (NaN equals itself)."""
+    """Whether two tensors have the same shape, dtype and bits; NaN equals itself.
+
+    Args:
+        a: First tensor; None equals nothing.
+        b: Second tensor.
+
+    Returns:
+        True if they do.
+    """
     if a is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.numel():
         return True
-    # copied: a tensor that says it is contiguous may have any stride where its size is 1
+    # Copied, because a contiguous tensor may have any stride in a dimension of size 1.
     plain = [torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t).flatten() for t in (a, b)]
     return torch.equal(*(t.view(torch.uint8) for t in plain))

@@ -1,6 +1,8 @@
-"""Looks in Triton's GPU code for products that read registers longer than the step of the loop that filled them.
+"""Find asynchronous products in Triton's GPU code that outlive their loop iteration.
 
-See :mod:`moe_core.kernels.device.wait`; the text is that of Triton 3.6 to 3.9.
+Such a product still reads registers that the next iteration overwrites.
+
+See :mod:`moe_core.kernels.device.wait`. The patterns match the IR of Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -12,10 +14,19 @@ _WAIT = re.compile(r"\bttng\.warp_group_dot_wait\b.*pendings = (\d+)")
 
 
 def register_products_in_flight(ttgir: str) -> int:
-    """How many products with a left operand in registers may still run when a loop's next step begins, at most."""
+    """Count products with register operands that may be in flight at a loop's next iteration.
+
+    The left operand of such a product is in registers.
+
+    Args:
+        ttgir: TTGIR of a kernel.
+
+    Returns:
+        The largest number over all loops.
+    """
     most = 0
     depth = 0
-    #: of each loop around: the depth outside, and its products in flight
+    #: for each enclosing loop: the brace depth outside of it, and its products in flight
     loops: list[tuple[int, int]] = []
     for line in ttgir.splitlines():
         wait = _WAIT.search(line)

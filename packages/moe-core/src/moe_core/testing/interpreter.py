@@ -1,13 +1,15 @@
-"""Triton's interpreter with GPUs' bfloat16, and without the work that it repeats for nothing: two thirds of its time.
+"""A Triton interpreter with a GPU's bfloat16 rounding that takes a third of the time.
 
-- Before every call of a device function it replaces the functions of ``triton.language`` by its own, though the launch
-  around the call has done so.  Here a launch does it once.
-- By six more operations it finds out whether an integer operation overflows, and then asserts it only in a debug mode
-  that it does not have.  Here it does not ask.
-- Xor along an axis, which `tl.sort` is made of, it computes element by element.  Here numpy does it.
+It skips redundant work:
 
-What kernels compute stays the same, but for one thing: float32 becomes bfloat16 as on a GPU, to nearest even.  The
-interpreter truncates, and makes other numbers of subnormal ones in both directions.
+- Triton's interpreter patches ``triton.language`` before every call of a device function, although the launch has
+  already done so. Here each launch patches it once.
+- It uses six extra operations to detect an integer overflow, which it asserts only in a debug mode that is not
+  available. Here the detection is skipped.
+- It computes xor along an axis, which `tl.sort` uses, element by element. Here NumPy computes it.
+
+Results of kernels do not change, with one exception: conversion from float32 to bfloat16 rounds to nearest even, as on
+a GPU. Triton's interpreter truncates, and changes subnormal numbers in both directions.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import Any
 
 
 def quicken() -> None:
-    """Make the interpreter of this process faster; nothing where Triton is not there or does not interpret."""
+    """Make the interpreter of this process faster.
+
+    It does nothing if Triton is not installed or the interpreter is not enabled.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         _quicken()
 
@@ -28,7 +33,7 @@ def quicken() -> None:
 def _quicken() -> None:
     from triton.runtime import interpreter
 
-    # private to Triton: a version that has them otherwise stays as slow as it is
+    # These names are private to Triton. A version without them keeps its own speed.
     if hasattr(interpreter, "_patch_lang"):
         interpreter._patch_lang = _Language(interpreter._patch_lang)
     semantic = interpreter.interpreter_semantic
@@ -42,7 +47,7 @@ def _quicken() -> None:
 
 
 def _convert(otherwise: Any, values: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """In place of `_convert_float`: the bits of ``values`` as ``target``, in unsigned integers."""
+    """Replace `_convert_float`: return the bits of ``values`` as ``target``, as unsigned ints."""
     import numpy
     import triton.language as tl
 
@@ -51,14 +56,14 @@ def _convert(otherwise: Any, values: Any, source: Any, target: Any, rounding: An
     if (source, target) != (tl.float32, tl.bfloat16):
         return otherwise(values, source, target, rounding)
     bits = numpy.ascontiguousarray(values).view(numpy.uint32)
-    # a NaN's mantissa must neither be carried into the exponent nor lose all its ones
+    # The mantissa of a NaN must not carry into the exponent, and must not become zero.
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return numpy.where(nan, (bits >> 16) | 0x40, rounded).astype(numpy.uint16)
 
 
 def _reduce(operation: Any, otherwise: Any, values: Any) -> Any:
-    """In place of `ReduceOps.apply_impl`."""
+    """Replace `ReduceOps.apply_impl`."""
     import numpy
     import triton.language as tl
 
@@ -70,7 +75,7 @@ def _reduce(operation: Any, otherwise: Any, values: Any) -> Any:
 
 
 class _Language:
-    """In place of the interpreter's function that replaces the language as the module of a kernel sees it."""
+    """Replacement of the interpreter function that patches the language in a kernel's module."""
 
     def __init__(self, replace: Any) -> None:
         import triton.language as tl
@@ -82,7 +87,7 @@ class _Language:
         self._scope: Any = None
 
     def __call__(self, function: Any) -> _Language:
-        """Replace what is not replaced yet; the result's ``restore`` is called by launches alone."""
+        """Patch what is not patched yet; only launches call ``restore`` of the result."""
         if function not in self._seen:
             values = function.__globals__.values()
             self._seen[function] = frozenset(i for i, m in enumerate(self._modules) if any(v is m for v in values))
@@ -94,6 +99,6 @@ class _Language:
         return self
 
     def restore(self) -> None:
-        """Undo what the launch has replaced; what its device functions have added stays, as Triton leaves it."""
+        """Undo the patches of the launch; patches added by its device functions stay, as in Triton."""
         self._replaced.clear()
         self._scope.restore()

@@ -1,4 +1,4 @@
-"""Finding the experts class that the conformance kit is asked to test."""
+"""Load the experts class that the conformance kit is asked to test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ SPELLING = 'experts are named "module:Class", e.g. my_package.experts:MyExperts'
 
 
 def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
-    """The class itself, or what "module:Class" names, whatever its import raises.  Raises ConfigError for all else."""
+    """Return an experts class, given itself or its name.
+
+    Args:
+        spec: Experts class, or its name as "module:Class".
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: The import raises anything, or the object is not a valid experts class.
+    """
     found = _named(spec) if isinstance(spec, str) else spec
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", repr(spec))
     reason = attempt(lambda: reason_against_class(found))
@@ -29,10 +39,23 @@ def load_experts(spec: type[FusedMoEExperts] | str) -> type[FusedMoEExperts]:
 
 
 def load_plugin(spec: type[FusedMoEExperts] | str, *, doubles: bool = False) -> type[FusedMoEExperts]:
-    """:func:`load_experts`, and refuse what the registry would refuse as a backend.
+    """Load a class and refuse what the registry would refuse as a backend.
 
-    A class of a package that registers a scheme needs no ``interface_api``: the scheme states one for all its own;
-    with ``doubles`` nor does a subclass of such a class.  Raises ConfigError, ProtocolVersionError.
+    Loading is as in :func:`load_experts`.
+
+    A class from a package that registers a scheme needs no ``interface_api``, since the scheme states one for its whole
+    package.
+
+    Args:
+        spec: Experts class, or its name as "module:Class".
+        doubles: Whether the same holds for a subclass of such a class, such as a test double.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: The class cannot be loaded or is not a valid backend.
+        ProtocolVersionError: It implements an unsupported version of the interface.
     """
     found = load_experts(spec)
     covered = registry().scheme_packages()
@@ -75,5 +98,5 @@ def _importing(module: str) -> Callable[[], object]:
 
 
 def _is_experts(value: object, module: str) -> bool:
-    # issubclass would ask every subclass that there is, a faulty plug-in's too
+    # issubclass would call hooks of every existing subclass, including those of a broken plug-in.
     return isinstance(value, type) and FusedMoEExperts in value.__mro__ and value.__module__ == module

@@ -1,4 +1,4 @@
-"""The usual mistakes with the matrices w13 and w2: their order, codes, scales, zero points and biases.
+"""Common mistakes with w13 and w2: their order, codes, scales, zero points and biases.
 
 Each is made with one of the matrices, or with both; see :mod:`moe_core.testing.mistakes`.
 """
@@ -24,15 +24,30 @@ from moe_core.testing.mistakes import Mistake, taken, with_weights
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """w13 or w2 of a problem: ``codes`` [E, rows, cols] as stored, scales in float32 and zero points where there are
-    any; ``parts`` stacked matrices own their scale rows."""
+    """w13 or w2 of a problem.
+
+    Codes are ``[E, rows, cols]`` as stored. Scales are float32, and zero points are optional. Each of ``parts`` stacked
+    matrices has separate rows of scales.
+
+    Attributes:
+        name: "w13" or "w2".
+        weights: Weights of the problem.
+        config: The layer.
+    """
 
     name: str
     weights: MoEWeights
     config: FusedMoEConfig
 
     def part(self, suffix: str) -> Tensor | None:
-        """``w13_bias``, say; with the suffix "" the codes."""
+        """Return one tensor of the matrix.
+
+        Args:
+            suffix: Suffix of the tensor's name, such as "bias" for ``w13_bias``; "" for the codes.
+
+        Returns:
+            The tensor, or None.
+        """
         found: Tensor | None = getattr(self.weights, f"{self.name}_{suffix}" if suffix else self.name)
         return found
 
@@ -54,12 +69,19 @@ class Matrix:
         return self.config.hidden_size if self.name == "w13" else self.config.intermediate_size
 
 
-#: suffix of a tensor -> what a backend with the mistake reads in its place; nothing where it makes no difference
+#: maps the suffix of a tensor to what a backend with the mistake reads in its place; empty if it makes no difference
 Change = Callable[[Matrix], Iterator[dict[str, Tensor]]]
 
 
 def with_float_scales(problem: Problem) -> Problem:
-    """The same problem with scales in float32, which hold what mistakes make of them."""
+    """Return the same problem with float32 scales, which can represent the effects of mistakes.
+
+    Args:
+        problem: The problem.
+
+    Returns:
+        The problem with float32 scales.
+    """
     key, weights = problem.weights.weight_key, problem.weights
     if key is None or weights.w13_scale is None or weights.w2_scale is None:
         return problem
@@ -72,7 +94,10 @@ def with_float_scales(problem: Problem) -> Problem:
 
 
 def _each(text: str, change: Change) -> Iterator[Mistake]:
-    """The mistake with each of the matrices, and with both; ``text`` has a place for their names."""
+    """Yield the mistake for each of the matrices and for both.
+
+    ``text`` has a placeholder for their names.
+    """
     for names in (("w13",), ("w2",), ("w13", "w2")):
         yield Mistake(text.format(" and ".join(names)), _with(change, names))
 
@@ -80,7 +105,7 @@ def _each(text: str, change: Change) -> Iterator[Mistake]:
 def _with(change: Change, names: tuple[str, ...]) -> Callable[[Problem], Iterator[Problem]]:
     def problems(problem: Problem) -> Iterator[Problem]:
         matrices = [Matrix(name, problem.weights, problem.case.config) for name in names]
-        # both at once: the same variant of each
+        # If both matrices change, use the same variant for each.
         for variants in zip(*(change(matrix) for matrix in matrices), strict=False):
             changed: dict[str, Any] = {}
             for matrix, tensors in zip(matrices, variants, strict=True):
@@ -94,7 +119,7 @@ def _with(change: Change, names: tuple[str, ...]) -> Callable[[Problem], Iterato
 
 
 def _filled(suffix: str, value: float) -> Change:
-    """Left out: biases are 0, scales and factors 1."""
+    """Omit a tensor: biases become 0, scales and factors 1."""
 
     def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
         given = matrix.part(suffix)
@@ -122,7 +147,7 @@ def _largest(given: Tensor) -> Tensor:
 
 
 def _rolled(suffix: str, dim: int) -> Change:
-    """That of the next row or group, or of the one before."""
+    """Use the tensor of the next row or group, or of the previous one."""
 
     def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
         given = matrix.part(suffix)
@@ -145,7 +170,7 @@ def _halves(count: int) -> Tensor:
 
 
 def _into_turns(count: int) -> Tensor:
-    """Rows of gate and up in turns, from those of one after the other."""
+    """Interleaved order of gate and up rows, from consecutive order."""
     return torch.arange(count).view(2, -1).T.flatten()
 
 
@@ -154,7 +179,7 @@ def _out_of_turns(count: int) -> Tensor:
 
 
 def _rows_in_order(*orders: Callable[[int], Tensor], bias: bool) -> Callable[[Problem], Iterator[Problem]]:
-    """Whole rows of w13, with their scales; and their biases where ``bias``."""
+    """Reorder whole rows of w13 with their scales, and their biases if ``bias``."""
 
     def problems(problem: Problem) -> Iterator[Problem]:
         matrix = Matrix("w13", problem.weights, problem.case.config)
@@ -175,7 +200,7 @@ def _rows_in_order(*orders: Callable[[int], Tensor], bias: bool) -> Callable[[Pr
 
 
 def _part_in_order(suffix: str, *orders: Callable[[int], Tensor]) -> Callable[[Problem], Iterator[Problem]]:
-    """One tensor of w13 alone."""
+    """Reorder a single tensor of w13."""
 
     def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
         given = matrix.part(suffix)
@@ -187,7 +212,7 @@ def _part_in_order(suffix: str, *orders: Callable[[int], Tensor]) -> Callable[[P
 
 
 def _transposed(suffix: str) -> Change:
-    """Memory of [rows, cols] read as [cols, rows], or the other way round."""
+    """Read the memory of [rows, cols] as [cols, rows], or the reverse."""
 
     def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
         given, key = matrix.part(suffix), matrix.key
@@ -204,7 +229,14 @@ def _transposed(suffix: str) -> Change:
 
 
 def dequantised(problem: Problem) -> Problem | None:
-    """The same problem with 16-bit weights (in float32); None where factors of inputs belong to the weights' key."""
+    """Return the same problem with unquantized weights (in float32).
+
+    Args:
+        problem: The problem.
+
+    Returns:
+        The problem; None if the weight key includes input factors (pre-scales).
+    """
     weights, key = problem.weights, problem.weights.weight_key
     if key is None:
         return problem
@@ -220,7 +252,10 @@ def dequantised(problem: Problem) -> Problem | None:
 
 
 def _group_of_group(index: Callable[[Tensor, int], Tensor]) -> Change:
-    """Scale and zero point of another group of the row: ``index`` of the groups' numbers and of how many there are."""
+    """Use the scale and zero point of another group of the row.
+
+    ``index`` takes the group numbers and the number of groups.
+    """
 
     def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
         scale, zero_point = matrix.part("scale"), matrix.part("zero_point")
@@ -237,7 +272,7 @@ def _group_of_group(index: Callable[[Tensor, int], Tensor]) -> Change:
 
 
 def _smaller_groups(problem: Problem) -> Iterator[Problem]:
-    """Groups of half the size: the second half of a row meets the groups of the rows behind it."""
+    """Halve the group size: the second half of a row reads the groups of the following rows."""
     key = problem.weights.weight_key
     if key is None or key.permuted or key.group_size < 2 or key.group_size % 2:
         return
@@ -255,7 +290,7 @@ def _smaller_groups(problem: Problem) -> Iterator[Problem]:
             place = torch.arange(rows)[:, None] * count + torch.arange(wanted)
             flat = given.reshape(experts, -1)
             changed[f"{name}_{suffix}"] = taken(flat, 1, (place % flat.shape[1]).flatten()).view(experts, rows, wanted)
-            # the same groups, each named twice
+            # the same groups, each repeated twice
             changed[f"{name}_{suffix}_same"] = given.repeat_interleave(2, dim=2)[:, :, :wanted]
         chosen.append(changed)
     for wrong in ((True, True), (True, False), (False, True)):
@@ -268,7 +303,7 @@ def _smaller_groups(problem: Problem) -> Iterator[Problem]:
 
 
 def _zero_points_moved(text: str, by: int) -> Iterator[Mistake]:
-    """Zero points that may leave the range that weights are checked for: every element moves by its scale."""
+    """Move zero points, possibly out of their valid range: every element moves by its scale."""
 
     def change(names: tuple[str, ...]) -> Callable[[Problem], Iterator[Problem]]:
         def problems(problem: Problem) -> Iterator[Problem]:
@@ -294,7 +329,7 @@ def _zero_points_moved(text: str, by: int) -> Iterator[Mistake]:
 
 
 def _blocks_of_one_matrix(problem: Problem) -> Iterator[Problem]:
-    """Blocks of rows counted over gate and up as if they were one matrix."""
+    """Count blocks of rows over gate and up as if they were one matrix."""
     key, config = problem.weights.weight_key, problem.case.config
     scale = problem.weights.w13_scale
     if key is None or scale is None or not config.is_gated or key.group_shape.row <= 1 or key.permuted:
@@ -372,7 +407,7 @@ def _no_subnormals(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
 
 
 def _zero_points(function: Callable[[Tensor, int], Tensor]) -> Change:
-    """``function`` of the zero points and the bits of a code."""
+    """Apply ``function`` to the zero points and the number of bits of a code."""
 
     def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
         given, key = matrix.part("zero_point"), matrix.key

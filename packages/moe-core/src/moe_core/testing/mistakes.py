@@ -1,8 +1,8 @@
-"""The usual mistakes of experts, as other arguments of the reference.
+"""Common mistakes of experts, expressed as other arguments of the reference.
 
-A backend that leaves out a bias computes exactly what the reference does without it: each mistake turns a problem into
-the ones that such a backend would solve.  :mod:`moe_core.testing.diagnosis` compares a wrong output with all of them.
-Mistakes with the two matrices stand in :mod:`moe_core.testing.matrix_mistakes`.
+A backend that omits a bias computes exactly what the reference computes without it. So each mistake maps a problem to
+the problems that such a backend would solve. :mod:`moe_core.testing.diagnosis` compares a wrong output with all of
+them. Mistakes with the two matrices are in :mod:`moe_core.testing.matrix_mistakes`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ from moe_core.spec.quant_key import (
 from moe_core.spec.routing import RoutingConfig, RoutingMethodType, route
 from moe_core.testing.harness import Problem
 
-#: the problems that a backend with the mistake may be solving; none where the mistake makes no difference
+#: problems that a backend with the mistake may be solving; none if the mistake makes no difference
 Change = Callable[[Problem], Iterator[Problem]]
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """``text`` completes "the output equals what results when"; ``together``: a result depends on all tokens."""
+    """One mistake.
+
+    Attributes:
+        text: Description that completes "the output equals what results when".
+        change: Yields the problems that a backend with the mistake may be solving.
+        together: Whether a result depends on all tokens.
+    """
 
     text: str
     change: Change
@@ -42,17 +48,41 @@ class Mistake:
 
 
 def with_inputs(problem: Problem, **changed: Tensor | None) -> Problem:
-    """The problem with other arguments of the call."""
+    """Return the problem with other arguments of the call.
+
+    Args:
+        problem: The problem.
+        **changed: Fields of the inputs to replace.
+
+    Returns:
+        The changed problem.
+    """
     return replace(problem, inputs=replace(problem.inputs, **changed))  # type: ignore[arg-type]
 
 
 def with_weights(problem: Problem, **changed: Tensor | QuantKey | None) -> Problem:
-    """The problem with other weights or keys."""
+    """Return the problem with other weights or keys.
+
+    Args:
+        problem: The problem.
+        **changed: Fields of the weights to replace.
+
+    Returns:
+        The changed problem.
+    """
     return replace(problem, weights=replace(problem.weights, **changed))  # type: ignore[arg-type]
 
 
 def with_config(problem: Problem, **changed: object) -> Problem:
-    """The problem of another layer with the same tensors."""
+    """Return the problem of another layer with the same tensors.
+
+    Args:
+        problem: The problem.
+        **changed: Fields of the layer's config to replace.
+
+    Returns:
+        The changed problem.
+    """
     case = problem.case
     return replace(problem, case=replace(case, config=replace(case.config, **changed)))  # type: ignore[arg-type]
 
@@ -68,7 +98,7 @@ def _router_weight_twice(problem: Problem) -> Iterator[Problem]:
     given = problem.inputs
     yield with_inputs(problem, topk_weights=given.topk_weights.square())
     if problem.case.config.apply_router_weight_on_input:
-        # once on the input, once on the result
+        # once on the input and once on the result
         weighted = with_inputs(problem, x=given.x.double() * given.topk_weights.double())
         yield with_config(weighted, apply_router_weight_on_input=False)
 
@@ -95,7 +125,7 @@ def _other_expert(shift: int) -> Change:
             return
         valid = (ids >= 0) & (ids < config.num_experts)
         yield with_inputs(problem, topk_ids=torch.where(valid, (ids + shift) % config.num_experts, ids))
-        # of those on this rank, by their local ids
+        # Shift the experts of this rank by their local ids.
         order = torch.arange(config.local_experts, device=ids.device).roll(-shift)
         yield _experts_in_order(problem, order)
 
@@ -116,12 +146,21 @@ def _reversed_experts(problem: Problem) -> Iterator[Problem]:
 
 
 def _experts_in_order(problem: Problem, order: Tensor) -> Problem:
-    """Expert e has the weights of expert ``order[e]``."""
+    """Give expert e the weights of expert ``order[e]``."""
     return with_weights(problem, **{name: taken(tensor, 0, order) for name, tensor in problem.weights.tensors()})
 
 
 def taken(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-    """``index_select`` of any dtype."""
+    """Apply ``index_select`` to a tensor of any dtype.
+
+    Args:
+        tensor: The tensor.
+        dim: Dimension to select from.
+        index: Indices to select.
+
+    Returns:
+        The selected entries.
+    """
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     return raw.index_select(dim, index.to(tensor.device)).view(tensor.dtype)
 
@@ -223,7 +262,7 @@ def _fixed_parameters(problem: Problem) -> Iterator[Problem]:
     yield with_config(problem, activation_params=replace(config.params, limit=7.0))
 
 
-# ------------------------------------------------------------------ quantised activations
+# ------------------------------------------------------------------ quantized activations
 
 _DYNAMIC = (kFp8DynamicTokenSym, kFp8Dynamic128Sym, kInt8DynamicTokenSym, kMxfp8Dynamic)
 _NO_INPUT_SCALES = {f"{name}_input_{suffix}": None for name in ("w13", "w2") for suffix in ("scale", "zero_point")}

@@ -1,9 +1,10 @@
-"""pytest plugin: the conformance kit for experts named on the command line.
+"""pytest plugin: runs the conformance kit on experts named on the command line.
 
     pytest --moe-experts my_package:MyExperts
 
-runs every case of the class; without paths of its own the command runs nothing else.  The options are declared by
-``moe_core.testing.pytest_options``, which pytest finds by entry point and which loads this module where they are used.
+This runs every case of the class; without paths, pytest runs nothing else. The options are declared in
+``moe_core.testing.pytest_options``, which pytest finds by entry point. That module loads this one if the options are
+used.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the cases, before anything deselects."""
+    """Add the cases before any other plugin deselects items."""
     for spec in config.getoption("--moe-experts"):
         items.extend(ExpertsCollector.from_parent(session, name=spec).collect())
 
 
 class ExpertsCollector(pytest.Collector):
-    """The cases of one class."""
+    """Collector of the cases of one class."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """One item per case; a class that can't be tested here is one item that says so."""
+        """Yield one item per case.
+
+        Raises:
+            pytest.UsageError: The class cannot be tested here.
+        """
         from moe_core.errors import MoEError
         from moe_core.plugins.faults import Raised, attempt
         from moe_core.testing.conformance import cases_for
@@ -38,7 +43,7 @@ class ExpertsCollector(pytest.Collector):
         device, budget = self.config.getoption("--moe-device") or "auto", self.config.getoption("--moe-budget")
         try:
             experts = load_plugin(self.name)
-            # what the class answers is its own code
+            # The claims of the class may run its own code, which may raise.
             cases = attempt(lambda: cases_for(experts, device=device, budget=budget or "small"))
         except MoEError as error:
             raise pytest.UsageError(str(error)) from error
@@ -55,13 +60,13 @@ class ExpertsCollector(pytest.Collector):
 
 
 def _where(error: BaseException) -> str:
-    """The line that raised, where the message alone leaves one searching."""
+    """The line that raised, since the message alone may not identify it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 class CaseItem(pytest.Item):
-    """One case as a test."""
+    """One case as a test item."""
 
     def __init__(self, *, case: Case, device: str, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -76,11 +81,19 @@ class CaseItem(pytest.Item):
         run_case(spec, self.case, device=self.device)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The message alone for a failed condition, the whole trace for a crash."""
+        """Format a failed check as its message and a crash as the full traceback.
+
+        Args:
+            excinfo: The exception.
+            style: Style of the traceback.
+
+        Returns:
+            The text or representation.
+        """
         if isinstance(excinfo.value, AssertionError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, None, str]:
-        """Where the test stands: nowhere but in the class's claims."""
+        """Report the test without a source line, since no source file defines it."""
         return self.path, None, self.nodeid

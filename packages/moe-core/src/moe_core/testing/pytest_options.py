@@ -1,7 +1,7 @@
-"""The pytest options of the conformance kit: ``pytest --moe-experts my_package:MyExperts``.
+"""Pytest options of the conformance kit: ``pytest --moe-experts my_package:MyExperts``.
 
-pytest loads this module with every run in an environment that has moe-core installed. It imports no torch: the kit
-itself is loaded when an option asks for it.
+pytest loads this module in every run of an environment that has moe-core installed. It does not import torch. The kit
+itself is loaded only if an option asks for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options."""
+    """Declare the options (pytest hook)."""
     group = parser.getgroup("moe", "conformance of fused MoE experts")
     group.addoption(
         "--moe-experts",
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With classes to test, load the kit; without paths there is nothing else to collect."""
+    """Load the kit if classes are named (pytest hook); without paths, collect nothing else."""
     if not config.getoption("--moe-experts"):
         return
     config.pluginmanager.import_plugin("moe_core.testing.plugin")

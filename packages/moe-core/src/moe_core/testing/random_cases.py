@@ -1,8 +1,10 @@
-"""Layers of the conformance kit that are drawn at random from what a class claims: ``--moe-budget random:30:7``.
+"""Conformance layers drawn at random from the claims of a class.
 
-The covering cases of :mod:`moe_core.testing.cases` hold few sizes, which somebody chose.  Here sizes, numbers of
-experts and tokens, the skew of the routing and every claimed value are drawn, so that shapes nobody thought of occur.
-The n-th case of a class follows from the seed and n alone.
+Example: ``--moe-budget random:30:7``.
+
+The covering cases of :mod:`moe_core.testing.cases` use a few hand-picked sizes. Here sizes, numbers of experts and
+tokens, the routing skew and every claimed value are random, so that unforeseen shapes occur. The n-th case of a class
+depends only on the seed and n.
 """
 
 from __future__ import annotations
@@ -23,20 +25,35 @@ from moe_core.testing.cases import BUDGETS, Case, KeyPair, activations_of, case_
 from moe_core.testing.covering import Row
 from moe_core.testing.data import ROUTINGS, SKEWED
 
-#: draws of one case until a class must support one of them
+#: number of draws within which a class must support one layer
 TRIES = 400
 
 
 @dataclass(frozen=True)
 class RandomBudget:
-    """How many layers to draw, and the seed of the first one."""
+    """Number of layers to draw, and the seed.
+
+    Attributes:
+        count: Number of layers.
+        seed: Seed of the draws.
+    """
 
     count: int
     seed: int = 0
 
     @staticmethod
     def parse(text: str) -> RandomBudget | None:
-        """Of "random:COUNT" or "random:COUNT:SEED"; None for another budget's name.  ConfigError for anything else."""
+        """Parse "random:COUNT" or "random:COUNT:SEED".
+
+        Args:
+            text: Name of a budget.
+
+        Returns:
+            The budget; None for the name of another budget.
+
+        Raises:
+            ConfigError: ``text`` is anything else.
+        """
         name, *numbers = text.split(":")
         if text in BUDGETS:
             return None
@@ -48,7 +65,15 @@ class RandomBudget:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest layers that are drawn: sizes, tokens, experts, elements of all weights, rows times columns of h."""
+    """Size limits of the drawn layers.
+
+    Attributes:
+        size: Hidden and intermediate size.
+        tokens: Number of tokens.
+        experts: Number of experts.
+        weights: Elements of all weights.
+        hidden: Elements of h: routed rows times intermediate size.
+    """
 
     size: int
     tokens: int
@@ -57,26 +82,35 @@ class Largest:
     hidden: int
 
 
-#: on a GPU many rows per expert, and layers whose weights take the CPU under a second to draw
+#: limits on a GPU: many rows per expert, and weights that the CPU draws in under a second
 ON_GPU = Largest(size=3000, tokens=4096, experts=160, weights=1 << 24, hidden=1 << 24)
-#: in Triton's interpreter, or in plain torch on the CPU
+#: limits in Triton's interpreter and in plain torch on the CPU
 ON_CPU = Largest(size=300, tokens=64, experts=16, weights=1 << 19, hidden=1 << 14)
 
 
 def random_cases(
     experts: type[FusedMoEExperts], budget: RandomBudget, *, target: DeviceInfo, large: bool = False
 ) -> list[Case]:
-    """``budget.count`` cases of the check "values" on the device ``target``; ``large``: sizes for a GPU.
+    """Draw cases of the check "values" from the claims of a class.
 
-    No case where a library is missing that the class needs.  Raises ConfigError where the class refuses everything that
-    is drawn from its own claims.
+    Args:
+        experts: Experts class.
+        budget: Number of cases, and the seed.
+        target: Device that the experts are told they run on.
+        large: Whether to draw sizes for a GPU.
+
+    Returns:
+        ``budget.count`` cases; none if a library that the class requires is missing.
+
+    Raises:
+        ConfigError: The class refuses every layer drawn from its own claims.
     """
     if any(map(Environment.current().reason_against, experts.claims.requires)):
         return []
     found = []
     keys = expand_keys(experts.claims)
     for number in range(budget.count):
-        # a text, so that seed 1 and case 12 are not seed 11 and case 2
+        # Seeded with a string, so that seed 1 with case 12 differs from seed 11 with case 2.
         generator = random.Random(f"{experts.__qualname__} {budget.seed} {number}")
         found.append(_drawn(experts, keys, target, ON_GPU if large else ON_CPU, generator))
     return found
@@ -89,7 +123,7 @@ def _drawn(
     largest: Largest,
     generator: random.Random,
 ) -> Case:
-    """One case that the class supports."""
+    """Return one case that the class supports."""
     environment, why = Environment.current(), "none was possible"
     for _ in range(TRIES):
         case = case_of(_row(experts.claims, keys, largest, generator))
@@ -103,7 +137,7 @@ def _drawn(
 
 
 def _row(claims: Claims, keys: Sequence[KeyPair], largest: Largest, generator: random.Random) -> Row:
-    """A value of every factor of a case."""
+    """Return one value per factor of a case."""
     count = _log_uniform(1, min(largest.experts, claims.max_experts or largest.experts), generator)
     top_k = _log_uniform(1, min(count, 10, claims.max_top_k or 10), generator)
     matrices = largest.weights // count // 3
@@ -131,12 +165,15 @@ def _row(claims: Claims, keys: Sequence[KeyPair], largest: Largest, generator: r
 
 
 def _size(most: int, multiple: int, generator: random.Random) -> int:
-    """A multiple of ``multiple`` up to ``most``, or ``multiple``: often one of tiles, else any."""
+    """Return a multiple of ``multiple`` up to ``most``, often also a multiple of a tile size.
+
+    The smallest result is ``multiple``, even if it exceeds ``most``.
+    """
     step = max(multiple, generator.choice((1, 1, 8, 16, 32, 64, 128)))
     step = -(-step // multiple) * multiple
     return step * _log_uniform(1, max(1, most // step), generator)
 
 
 def _log_uniform(least: int, most: int, generator: random.Random) -> int:
-    """A whole number whose logarithm is uniform: as many small ones as large ones."""
+    """Return an integer with a uniform logarithm: all orders of magnitude are equally frequent."""
     return min(most, int(least * ((most + 1) / least) ** generator.random()))

@@ -1,4 +1,4 @@
-"""Several ranks on this machine, for tests: a function that runs in N processes at once, on Gloo or NCCL."""
+"""Run a function in several ranks on this machine, on Gloo or NCCL, for tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-#: imported once by the server that ranks are forked from; importing torch takes seconds
+#: modules imported once by the server that forks the ranks; importing torch takes seconds
 _PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer.layer", "moe_core.testing.ranks"]
-#: what a rank may take to end after all have given their results
+#: seconds that a rank may take to exit after all ranks have returned their results
 _EXIT_SECONDS = 10
 
 
 class RankFailedError(AssertionError):
-    """A rank raised, died or did not end: whose, and its traceback."""
+    """A rank raised, died or timed out; the message names the rank and has its traceback."""
 
 
 def run_ranks(
@@ -31,14 +31,26 @@ def run_ranks(
     seconds: float = 60,
     may_die: bool = False,
 ) -> list[Any]:
-    """What ``program(rank, *arguments)`` returns on each of ``ranks`` processes, which share a process group.
+    """Run ``program(rank, *arguments)`` in several processes that share a process group.
 
-    ``program`` is a module's function, and stands with its arguments and results in what pickle takes (tensors on the
-    CPU too).  Processes are forked from a server that has torch and this package imported, so that a start takes a
-    fraction of a second: put many cases into one program.  Ranks on Gloo see no GPU.  ``may_die``: a rank that ends
-    without a result gives None in its place.  Raises RankFailedError.
+    Processes are forked from a server that has imported torch and this package, so a start takes a fraction of a
+    second. Still, put many cases into one program.
+
+    Args:
+        program: Module-level function, called with the rank and the arguments.
+        *arguments: Arguments; like the results, they must be picklable (CPU tensors are).
+        ranks: Number of processes.
+        backend: "gloo" or "nccl". Ranks on Gloo see no GPU.
+        seconds: Timeout.
+        may_die: Whether a rank may end without a result. Its result is then None.
+
+    Returns:
+        The result of each rank.
+
+    Raises:
+        RankFailedError: A rank raised, died or timed out.
     """
-    # unpickled by the ranks, and not by what starts them: the program's modules are imported in a rank's environment
+    # The ranks unpickle it, not the server: the program's modules are imported in a rank's environment.
     work = pickle.dumps((program, arguments))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -71,7 +83,7 @@ def _collect(results: Any, started: list[Any], seconds: float, may_die: bool) ->
     found: dict[int, Any] = {}
     end = time.monotonic() + seconds
     while len(found) < len(started):
-        # asked before the queue is: what a rank put there before it ended has arrived then
+        # Check liveness before reading the queue: then the results of ranks that have ended are already in it.
         gone = {rank for rank, process in enumerate(started) if not process.is_alive()} - found.keys()
         try:
             rank, failure, content = results.get(timeout=0.05)
@@ -101,7 +113,8 @@ def _rank(
     work: bytes,
 ) -> None:
     if backend == "gloo":
-        # before anything asks for GPUs: else what takes one where there is one would mix it with tensors on the CPU
+        # Hide GPUs before anything asks for them. Otherwise code that uses a GPU if there is one would mix it with CPU
+        # tensors.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     import torch.distributed as dist
@@ -121,7 +134,7 @@ def _rank(
             device_id=device,
         )
         program, arguments = pickle.loads(work)
-        # pickled here: a queue would do it in a thread, and lose the error
+        # Pickle here: a queue would pickle in a thread and lose the error.
         content = pickle.dumps(program(rank, *arguments))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
@@ -129,7 +142,7 @@ def _rank(
         results.put((rank, None, content))
     results.close()
     results.join_thread()
-    # others may still connect to this one, or read what it has sent
+    # Other ranks may still connect to this one, or read what it has sent.
     ended.wait(seconds)
-    # no clean-up of process groups: ranks that failed would wait for each other
+    # Process groups are not destroyed: ranks that failed would wait for each other.
     os._exit(0)

@@ -1,8 +1,9 @@
-"""Looks in NVIDIA's machine code for warps that are not whole again behind an atomic of one of their threads.
+"""Find warps in NVIDIA machine code that do not reconverge after an atomic of one thread.
 
-A scalar atomic is a branch that one thread of a program takes: the others jump over it and read its result from shared
-memory.  In a loop `ptxas` (12.8, 12.9) may join their paths behind that loop only: until then threads of a warp may
-read before the result is there, and barriers and uniform registers, which belong to a whole warp, meet parts of it.
+A scalar atomic is a branch that one thread of a CTA takes. The other threads jump over it and read its result from
+shared memory. In a loop, `ptxas` (12.8, 12.9) may move the reconvergence point behind the loop. Until then, threads of
+a warp may read before the result is there. Barriers and uniform registers, which belong to a whole warp, are used by
+diverged threads.
 """
 
 from __future__ import annotations
@@ -14,22 +15,36 @@ _TARGET = re.compile(r"0x([0-9a-f]+) *$")
 
 
 def has_atomics(ptx: str) -> bool:
-    """Whether a kernel may have atomics whose result it uses."""
+    """Whether a kernel may have atomics whose result it uses.
+
+    Args:
+        ptx: PTX of the kernel.
+
+    Returns:
+        True if the PTX has an ``atom`` instruction.
+    """
     return re.search(r"\batom\.", ptx) is not None
 
 
 def split_warps(sass: str) -> list[str]:
-    """Addresses of atomics in global memory of some threads of a warp, behind which the warp is not joined."""
+    """Return the addresses of divergent global atomics after which the warp does not reconverge.
+
+    Args:
+        sass: Machine code of a cubin, as ``cuobjdump --dump-sass`` prints it.
+
+    Returns:
+        Hexadecimal addresses of the atomics.
+    """
     found = []
-    #: forward branches of some threads, by target
+    #: divergent forward branches, as source address by target address
     open_: dict[int, int] = {}
     skipped: dict[int, list[int]] = {}
-    #: atomics whose branches have come to their targets
+    #: atomics whose branch targets have been reached
     pending: list[int] = []
     for match in _INSTRUCTION.finditer(sass):
         address, predicate, name, operands = int(match[1], 16), match[2], match[3], match[4]
         if address == 0:
-            # of the next function
+            # Address 0 starts the next function.
             open_, skipped, pending = {}, {}, []
         pending += skipped.pop(address, [])
         if name != "NOP":

@@ -1,4 +1,4 @@
-"""What a backend says that it computes with, where that is not exactly what it is given.
+"""Check the inputs and weights that a backend uses in place of the given ones.
 
 See :meth:`moe_core.interface.experts.FusedMoEExperts.requantized` and ``break_ties``.
 """
@@ -20,7 +20,19 @@ from moe_core.testing.harness import Place, Problem, make_instance
 
 
 def computed_with(experts: type[FusedMoEExperts], problem: Problem, place: Place) -> Problem:
-    """The weights and the hidden states that the backend says it computes with, which may differ by a rounding."""
+    """Return the problem with the weights and hidden states that the backend computes with.
+
+    Args:
+        experts: Experts class.
+        problem: The case's tensors.
+        place: Where it runs.
+
+    Returns:
+        The problem; its tensors differ from the given ones by at most one rounding.
+
+    Raises:
+        AssertionError: They differ by more.
+    """
     case, given = problem.case, problem.inputs
     instance = make_instance(experts, case, place)
     x = instance.break_ties(given.x)
@@ -32,11 +44,20 @@ def computed_with(experts: type[FusedMoEExperts], problem: Problem, place: Place
 
 
 def check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
-    """What a backend says that it computes with is the given weights, rounded once more at most.
+    """Check that requantized weights are the given weights, rounded at most once more.
 
-    Under scales up to twice the expert's largest (the next power of two), an element moves by half a unit in its last
-    place.  Biases are rounded to the layer's dtype at most.  Activations keep their element type and their groups;
-    static scales move up to the largest.
+    - With scales up to twice the expert's largest (the next power of two), an element moves by at most half a unit in
+      its last place.
+    - Biases are rounded to the layer's dtype at most.
+    - Activations keep their element type and groups. Static scales increase up to the largest.
+
+    Args:
+        new: Weights that the backend computes with.
+        old: Given weights.
+        case: The case.
+
+    Raises:
+        AssertionError: A tensor is outside of these bounds.
     """
     if new is old:
         return
@@ -73,7 +94,7 @@ def check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
 
 
 def _places(key: QuantKey) -> tuple[float, float]:
-    """The distance from 1 to the next larger number of a key's float elements, and the smallest of them above 0."""
+    """The spacing at 1 of a key's float elements, and their smallest positive value."""
     if key.dtype is FP4_E2M1:
         return 0.5, 0.5
     bits = torch.finfo(storage_dtypes(key)[0])

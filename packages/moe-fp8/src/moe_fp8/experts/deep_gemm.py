@@ -1,14 +1,14 @@
 """DeepGEMM, standard format: block FP8 on sm_90 and sm_100, MXFP8 on sm_100.
 
-DeepGEMM computes the two grouped products; sorting, quantisation, activation and the sum over top-k are core's.  Rows
-are grouped by expert in tiles of 128, the height that DeepGEMM works with:
+DeepGEMM computes the two grouped GEMMs. Sorting, quantization, activation and the top-k reduction are moe-core's. Rows
+are grouped by expert in tiles of 128 rows, DeepGEMM's tile height:
 
-    align      pairs by expert in whole tiles            x quantised once per token, its rows gathered
-    product    y = x w13^T, bf16                         h = act(y), quantised
+    align      pairs by expert in whole tiles            x quantized once per token, its rows gathered
+    product    y = x w13^T, bf16                         h = act(y), quantized
     product    y = h w2^T, bf16                          out[token] = sum over slots of weight * y
 
-On sm_90 scales are float32 and weights stay as they are.  On sm_100 the tensor cores multiply by powers of two:
-activations are quantised so, and weights whose scales are none are quantised anew.
+On sm_90 scales are float32 and weights keep the checkpoint's values. The tensor cores of sm_100 take power-of-two
+scales: activations are quantized with such scales, and weights with other scales are requantized.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from moe_fp8.libraries import DEEP_GEMM
 from moe_fp8.libraries.requantize import power_of_two_scales
 from moe_fp8.libraries.ue8m0 import packed_exponents
 
-#: rows of a tile: every tile belongs to one expert
+#: rows per tile; a tile holds rows of one expert only
 TILE = 128
 
 HOPPER, BLACKWELL = cuda(min=90, max=90), cuda(min=100, max=109)
@@ -74,27 +74,34 @@ _CLAIMS = Claims(
 
 
 class DeepGemmExperts(FusedMoEExpertsModular):
-    """What block FP8 and MXFP8 share; ``group`` columns of an operand have one scale."""
+    """Shared base of block FP8 and MXFP8; ``group`` columns of an operand share one scale."""
 
     group = 128
 
     @staticmethod
     def library() -> ModuleType:
-        """DeepGEMM, imported on first use."""
+        """Return DeepGEMM, imported on first use."""
         return DEEP_GEMM.load()
 
     @property
     def power_of_two(self) -> bool:
-        """Whether the device multiplies by powers of two only."""
+        """Whether the device supports power-of-two scales only."""
         return self.device_info.capability >= 100
 
     @property
     def row_key(self) -> QuantKey:
-        """How activations are quantised: float32 scales, which DeepGEMM packs itself where it wants exponents."""
+        """Quant key of the activations: float32 scales; DeepGEMM packs them to exponents if needed."""
         return kFp8Dynamic128Sym.with_group(1, self.group)
 
     def product(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, row_experts: Tensor) -> None:
-        """``out`` [R, columns] = a b^T for rows grouped by expert."""
+        """Compute ``out`` [R, columns] = a b^T for rows grouped by expert.
+
+        Args:
+            a: activation values [R, K] and their scales.
+            b: weights [E, columns, K] and their scales.
+            out: result [R, columns].
+            row_experts: int32 [R], the expert of each row; -1 in tiles that are not computed.
+        """
         arguments, options = contiguous_arguments(a, b, out, row_experts, group=self.group)
         self.library().m_grouped_fp8_gemm_nt_contiguous(*arguments, **options)
 
@@ -192,34 +199,45 @@ class DeepGemmExperts(FusedMoEExpertsModular):
 
 
 class DeepGemmFp8BlockExperts(DeepGemmExperts):
-    """128×128 blocks with 1×128 groups."""
+    """DeepGEMM for FP8 weights in 128×128 blocks, activations in 1×128 groups."""
 
     claims = _CLAIMS
 
 
 class DeepGemmMxfp8Experts(DeepGemmExperts):
-    """MXFP8 weights and activations, on GPUs whose tensor cores read e8m0."""
+    """DeepGEMM for MXFP8 weights and activations, on GPUs whose tensor cores read e8m0 scales."""
 
     group = 32
     claims = replace(_CLAIMS, devices=(BLACKWELL,), keys=((kMxfp8Static, kMxfp8Dynamic),), verified_on=(), notes="")
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
-        return weights  # e8m0 scales are powers of two
+        return weights  # e8m0 scales are already powers of two
 
 
 def contiguous_arguments(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, row_experts: Tensor, *, group: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of DeepGEMM's ``m_grouped_fp8_gemm_nt_contiguous``.
+    """Build the arguments of DeepGEMM's ``m_grouped_fp8_gemm_nt_contiguous``.
 
-    ``a`` (values [R, K], scales [R, K / group] with rows next to each other), ``b`` (values [E, columns, K], scales),
-    ``row_experts`` [R] int32: each row's expert, -1 in tiles that are not computed.
+    Args:
+        a: activation values [R, K] and scales [R, K / group], stored column-major.
+        b: weights [E, columns, K] and their scales.
+        out: result [R, columns].
+        row_experts: int32 [R], the expert of each row; -1 in tiles that are not computed.
+        group: columns per scale.
+
+    Returns:
+        Positional arguments and keyword arguments.
     """
     return (a, b, out, row_experts), recipe(group)
 
 
 def recipe(group: int) -> dict[str, Any]:
-    """The scale groups, where they are not the library's 128 columns."""
+    """Return the scale-group options, empty for the library's default of 128 columns.
+
+    Args:
+        group: columns per scale.
+    """
     return {} if group == 128 else {"recipe_a": (1, group), "recipe_b": (1, group)}
 
 
@@ -228,5 +246,5 @@ def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _columns(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """[rows, columns] with the rows of a column next to each other, as the TMA reads scales."""
+    """View as [rows, columns] in column-major order, the layout in which the TMA reads scales."""
     return flat[: rows * columns].view(columns, rows).t()

@@ -1,7 +1,7 @@
 """DeepGEMM, batched format: block FP8 on sm_90 and sm_100.
 
-Every expert's tokens are a buffer of their own, of which the first rows are in use; DeepGEMM's masked product computes
-those.  Buffers here are padded to whole tiles: a tile of one expert must not end in the rows of the next.
+Each expert has a separate token buffer whose first rows are in use; DeepGEMM's masked GEMM computes only those. The
+buffers are padded to whole tiles, so that a tile never extends into the next expert's rows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moe_fp8.experts.deep_gemm import TILE, DeepGemmFp8BlockExperts, recipe
 
 
 class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
-    """As the standard class, for ``[E_local, T_max, K]``; conversion is the same."""
+    """Batched counterpart of the standard class, for ``[E_local, T_max, K]``; same conversion."""
 
     claims = replace(
         DeepGemmFp8BlockExperts.claims,
         formats=frozenset({FusedMoEActivationFormat.BATCHED}),
-        # prepare weights the input in this format
+        # in this format the prepare step applies router weights to the input
         apply_router_weight_on_input=True,
         notes="rows beyond those in use are not written. " + DeepGemmFp8BlockExperts.claims.notes,
     )
@@ -57,7 +57,7 @@ class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
         experts, tokens, hidden = hidden_states.shape
         inter, counts = config.intermediate_size, ExpertTokensMetadata.rows_in_use(expert_tokens)
         height = _padded(tokens)
-        # where tokens spread evenly: it only chooses among kernels
+        # Assumes evenly distributed tokens; DeepGEMM uses it only to choose a kernel.
         expected = min(tokens, max(1, -(-tokens * config.top_k // config.num_experts)))
         w13_scale, w2_scale = weights.quant_config.weight_scales
 
@@ -100,9 +100,18 @@ class BatchedDeepGemmFp8BlockExperts(DeepGemmFp8BlockExperts):
 def masked_arguments(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, counts: Tensor, expected: int, *, group: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of DeepGEMM's ``m_grouped_fp8_gemm_nt_masked``.
+    """Build the arguments of DeepGEMM's ``m_grouped_fp8_gemm_nt_masked``.
 
-    ``counts`` [E] int32: rows in use, about ``expected`` of them; the rest as in `contiguous_arguments`, per expert.
+    Args:
+        a: activation values and scales, per expert as in `contiguous_arguments`.
+        b: weights [E, columns, K] and their scales.
+        out: result, one buffer per expert.
+        counts: int32 [E], number of valid rows per expert.
+        expected: estimated number of valid rows per expert.
+        group: columns per scale.
+
+    Returns:
+        Positional arguments and keyword arguments.
     """
     return (a, b, out, counts, expected), recipe(group)
 
@@ -116,5 +125,5 @@ def _buffers(flat: Tensor, experts: int, rows: int, columns: int) -> Tensor:
 
 
 def _column_buffers(flat: Tensor, experts: int, rows: int, columns: int) -> Tensor:
-    """[experts, rows, columns] with the rows of a column next to each other."""
+    """View as [experts, rows, columns], each expert in column-major order."""
     return flat[: experts * rows * columns].view(experts, columns, rows).transpose(1, 2)

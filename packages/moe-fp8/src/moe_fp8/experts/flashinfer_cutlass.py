@@ -1,10 +1,11 @@
-"""FlashInfer's `cutlass_fused_moe`: per-tensor FP8 with static activations, and block FP8 on sm_90.
+"""FlashInfer's `cutlass_fused_moe`: static per-tensor FP8, and block FP8 on sm_90.
 
-The call and its layout are those of `moe_core.kernels.libraries.flashinfer_cutlass`.  Per tensor
+`moe_core.kernels.libraries.flashinfer_cutlass` makes the call and defines its layout. The per-tensor scheme needs more:
 
-- x is quantised before the call
-- rows of gate and up (each by itself) and columns of w2 are padded with zeros to what the TMA can address
-- one scale per expert and matrix: where gate and up have two, both are quantised anew under the larger one
+- x is quantized before the call.
+- The rows of gate and up (each separately) and the columns of w2 are zero-padded to a size that the TMA can address.
+- The library takes one scale per expert and matrix. If gate and up have different scales, both are requantized with the
+  larger one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _CLAIMS = cutlass_claims(
 
 
 class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
-    """One scale per expert and matrix, static activation scales."""
+    """CUTLASS backend for one FP8 scale per expert and matrix, with static activation scales."""
 
     claims = _CLAIMS
 
@@ -108,7 +109,7 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
         )
 
     def _w13(self, w13: Tensor, ratio: Tensor | None) -> Tensor:
-        """Gate and up times ``ratio`` [E, 2], padded, up first: some experts after the others, in one result."""
+        """Multiply gate and up by ``ratio`` [E, 2], pad, and put up first; in chunks of experts."""
         config, size = self.config, self.intermediate_size
         parts, padded = 2 if config.is_gated else 1, size != config.intermediate_size
         if ratio is None and not padded:
@@ -140,10 +141,11 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
 
 
 class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
-    """128×128 blocks with 1×128 groups, which the library quantises itself; sm_90 only.
+    """CUTLASS backend for 128×128 blocks with 1×128 activation groups; sm_90 only.
 
-    The library lays its scratch memory out for the largest call so far of any layer in the process, and asks for that
-    much from then on: its answers are not kept.  A buffer for the largest number of tokens holds every smaller call.
+    The library quantizes activations itself. It lays out its workspace for the largest call so far of any layer in the
+    process and requires that size from then on, so the sizes it reports are not cached. A buffer for the largest number
+    of tokens fits every smaller call.
     """
 
     claims = replace(

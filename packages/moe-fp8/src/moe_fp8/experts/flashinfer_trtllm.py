@@ -1,14 +1,15 @@
 """FlashInfer's TRTLLM kernels for FP8 weights on the sm_100 family.
 
-Three kinds of scales: per tensor with static activations, block FP8, MXFP8.  The call is that of
-`moe_core.kernels.libraries.trtllm_experts`, the layouts are those of `moe_core.kernels.libraries.trtllm_layout`:
+There are three scale types: per tensor with static activations, block FP8 and MXFP8.
+`moe_core.kernels.libraries.trtllm_experts` makes the call, `moe_core.kernels.libraries.trtllm_layout` defines the
+layouts:
 
-    per tensor  rows in turns and shuffled for a tile of 128, sizes padded to multiples of 128
+    per tensor  gate and up rows interleaved, shuffled for a tile of 128; sizes padded to multiples of 128
     block       up rows, then gate rows; shuffled for a tile of 64, in blocks of 128 columns; scales not shuffled
-    MXFP8       rows in turns and shuffled for a tile of 128, and their scales; N padded to 128, K to 256
+    MXFP8       gate and up rows interleaved, shuffled for a tile of 128, like their scales; N padded to 128, K to 256
 
-Per tensor, gate and up keep their own scales: the library multiplies the gate by one of its factors before the
-activation, and the product by the other.
+In the per-tensor scheme gate and up keep separate scales: the library multiplies the gate by one factor before the
+activation and the product by the other.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from moe_fp8.libraries import FLASHINFER
 MAJOR_K, BLOCK_MAJOR_K = 0, 2
 DEEP_SEEK_FP8, MX_FP8 = 1, 2
 
-#: e8m0 of 1.0
+#: 1.0 as an e8m0 exponent
 ONE = 127
 
 _BLOCK_CLAIMS = trtllm_claims(
@@ -85,7 +86,7 @@ _MXFP8_CLAIMS = trtllm_claims(
 
 
 class TrtLlmFp8Experts(TrtLlmExperts):
-    """Base of all."""
+    """Common base of the TRTLLM FP8 backends."""
 
     function = "trtllm_fp8_block_scale"
 
@@ -98,12 +99,12 @@ class TrtLlmFp8Experts(TrtLlmExperts):
         return WorkspaceSpec("x_values", values, torch.float8_e4m3fn), WorkspaceSpec("y", values, self.config.dtype)
 
     def activation_arguments(self) -> dict[str, Any]:
-        """The activation, named unless the library's default is meant: SILU."""
+        """Return the activation argument, omitted for SILU, the library's default."""
         return {} if self.config.activation is MoEActivation.SILU else {"activation_type": self.activation_type}
 
 
 class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
-    """One scale per expert and matrix (and one each of gate and up), static activation scales."""
+    """TRTLLM base for per-tensor scales (gate and up separate) and static activation scales."""
 
     function = "trtllm_fp8_per_tensor_scale"
     ungrouped = 0
@@ -155,7 +156,7 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
         return {
             "gemm1_weights": weights.w13,
             "gemm2_weights": weights.w2,
-            # it would weight x after its quantisation
+            # the library would apply router weights only after x is quantized
             "use_routing_scales_on_input": False,
             **{name: weights.extra[name] for name in factors},
             **self.activation_arguments(),
@@ -163,7 +164,7 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
 
 
 class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
-    """128×128 blocks with 1×128 groups."""
+    """TRTLLM base for 128×128 blocks with 1×128 groups."""
 
     ungrouped = 0
 
@@ -200,7 +201,7 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
 
 
 class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
-    """MXFP8 weights and activations."""
+    """TRTLLM base for MXFP8 weights and activations."""
 
     @property
     def hidden_size(self) -> int:
@@ -245,43 +246,43 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
 
 
 class TrtLlmFp8TensorExpertsMonolithic(TrtLlmRouting, TrtLlmFp8TensorExperts):
-    """Per tensor: a call with router logits."""
+    """TRTLLM per-tensor FP8, called with router logits."""
 
     claims = replace(_TENSOR_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
 
 class TrtLlmFp8BlockExpertsMonolithic(TrtLlmRouting, TrtLlmFp8BlockExperts):
-    """Block FP8: a call with router logits."""
+    """TRTLLM block FP8, called with router logits."""
 
     claims = replace(_BLOCK_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
 
 class TrtLlmMxfp8ExpertsMonolithic(TrtLlmRouting, TrtLlmMxfp8Experts):
-    """MXFP8: a call with router logits."""
+    """TRTLLM MXFP8, called with router logits."""
 
     claims = replace(_MXFP8_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
 
 class TrtLlmFp8TensorExpertsModular(TrtLlmRouted, TrtLlmFp8TensorExperts):
-    """Per tensor: a call with ids and router weights."""
+    """TRTLLM per-tensor FP8, called with expert ids and router weights."""
 
     claims = replace(_TENSOR_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
 
 
 class TrtLlmFp8BlockExpertsModular(TrtLlmRouted, TrtLlmFp8BlockExperts):
-    """Block FP8: a call with ids and router weights."""
+    """TRTLLM block FP8, called with expert ids and router weights."""
 
     claims = replace(_BLOCK_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
 
 
 class TrtLlmMxfp8ExpertsModular(TrtLlmRouted, TrtLlmMxfp8Experts):
-    """MXFP8: a call with ids and router weights."""
+    """TRTLLM MXFP8, called with expert ids and router weights."""
 
     claims = replace(_MXFP8_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)
 
 
 def _block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> dict[str, Any]:
-    """Weights, scales and activation parameters of the block-scale functions."""
+    """Return weights, scales and activation parameters of the block-scale functions."""
     quant = weights.quant_config
     return {
         "gemm1_weights": weights.w13,
@@ -296,7 +297,7 @@ def _block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> di
 
 
 def _padded_scales(scale: Tensor, rows: int, columns: int, parts: int) -> Tensor:
-    """e8m0 scales [E, parts * R, C] with scales of 1 below and beside each of the stacked matrices."""
+    """Pad e8m0 scales [E, parts * R, C] with scales of 1, below and right of each stacked matrix."""
     experts, height, width = scale.shape
     out = scale.new_full((experts, parts, rows, columns), ONE)
     out[:, :, : height // parts, :width] = scale.view(experts, parts, -1, width)

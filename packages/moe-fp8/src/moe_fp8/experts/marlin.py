@@ -1,9 +1,8 @@
-"""Marlin-class kernels: e4m3 weights, repacked at load, with 16-bit (or float32) activations, or with quantised ones.
+"""Marlin-class kernels: repacked e4m3 weights with 16-bit, float32 or FP8 activations.
 
-Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP8
-hardware is needed (sm_80 and newer): see ``moe_core.kernels.gemm.marlin``.  Quantised activations are dequantised at
-once, and meet the weights as numbers of bfloat16 (`moe_core.kernels.gemm.as_stored.qdq`): for GPUs that multiply no
-FP8.
+Weight codes are stored in tensor-core fragment order and dequantized in registers, so no FP8 hardware is needed (sm_80
+and newer): see ``moe_core.kernels.gemm.marlin``. Quantized activations are dequantized immediately and multiplied with
+the weights in bfloat16 (`moe_core.kernels.gemm.as_stored.qdq`), for GPUs without FP8 tensor cores.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class MarlinE4M3Experts(MarlinExperts):
-    """The computation, in both formats; subclasses add claims."""
+    """Implementation for both activation formats; subclasses add claims."""
 
     def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
         from moe_fp8.marlin_layout import convert_e4m3
@@ -69,7 +68,7 @@ class MarlinE4M3Experts(MarlinExperts):
 
 
 class MarlinFp8Experts(MarlinE4M3Experts):
-    """Standard format."""
+    """Marlin-class weight-only FP8, standard format."""
 
     claims = Claims(
         devices=(cuda(min=80),),
@@ -88,7 +87,7 @@ class MarlinFp8Experts(MarlinE4M3Experts):
 
 
 class BatchedMarlinFp8Experts(MarlinE4M3Experts):
-    """Batched format."""
+    """Marlin-class weight-only FP8, batched format."""
 
     claims = Claims(
         devices=(cuda(min=80),),
@@ -106,7 +105,7 @@ class BatchedMarlinFp8Experts(MarlinE4M3Experts):
 
 
 class MarlinFp8QdqExperts(MarlinE4M3Experts):
-    """FP8 activations on GPUs that multiply no FP8: per token, per group of a block, static per tensor."""
+    """FP8 activations (token, group or static tensor scales) on GPUs without FP8 tensor cores."""
 
     claims = Claims(
         devices=(cuda(min=80, max=88),),

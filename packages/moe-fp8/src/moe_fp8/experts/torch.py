@@ -1,7 +1,7 @@
-"""Plain torch: any device, and the real path on a CPU.
+"""Plain torch: any device, and the production path on CPUs.
 
-Weights stay as the checkpoint has them; each expert that has tokens is dequantised to float32 for its
-matrix products, so results carry the format's error and next to none of the arithmetic's.
+Weights stay as the checkpoint stores them. Each expert that receives tokens is dequantized to float32 for its matrix
+products, so results carry the format's quantization error and almost no arithmetic error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from moe_core import (
 )
 
 _SCALES = (torch.float32, torch.uint8)
-#: blocks by their width, which is that of the activation groups
+#: blocks by their width, which equals the activation group size
 _WIDE = KeyPattern(kFp8Static128BlockSym, (GroupShape(128, 128), GroupShape(64, 128)), _SCALES)
 _NARROW = KeyPattern(kFp8Static128BlockSym, (GroupShape(64, 64), GroupShape(128, 64)), _SCALES)
 _ACTIVATIONS = (kFp8StaticTensorSym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, None)
 
 
 class TorchFp8Experts(TorchExperts):
-    """e4m3 weights per tensor, per output channel, by block or MXFP8, with e4m3 or 16-bit activations."""
+    """Reference for e4m3 weights (tensor, channel, block, MXFP8) with e4m3 or 16-bit activations."""
 
     claims = Claims(
         devices=(any_device(),),

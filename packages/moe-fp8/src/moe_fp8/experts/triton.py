@@ -1,12 +1,17 @@
-"""Triton, block-quantised e4m3 weights with e4m3 activations (sm_89 and newer, gfx942, gfx950), both formats.
+"""Triton, block FP8 weights and activations (sm_89+, gfx942, gfx950), both formats.
 
-The tensor cores of gfx942 know another e4m3 (FNUZ): there Triton widens both operands to float16, which holds them.
+The tensor cores of gfx942 use a different e4m3 (FNUZ); there Triton converts both operands to float16, which is exact.
+On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they keep the checkpoint's layout. e8m0
+scales become float32. The steps of a call:
 
-On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them;
-scales that are e8m0 exponents become float32.  A call is: sort the (token, expert) pairs and quantise x; gemm1, bias,
-activation and quantisation; gemm2 and router weight; sum over top-k.  On sm_90, with many rows per expert, both GEMMs
-are a warp-specialised kernel of their own (``kernels/hopper_blockwise.py``), and a few tokens that hardly share an
-expert are not sorted (`moe_core.kernels.gemm.gemv.scaled`).
+1. Sort the (token, expert) pairs and quantize x.
+2. gemm1, bias, activation and quantization.
+3. gemm2 and router weight.
+4. Reduce over top-k.
+
+On sm_90, with many rows per expert, a dedicated warp-specialized kernel runs both GEMMs
+(``kernels/hopper_blockwise.py``). Small batches whose tokens hardly share experts skip sorting
+(`moe_core.kernels.gemm.gemv.scaled`).
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ _SCALES = (torch.float32, torch.uint8)
 
 
 def _float32(scale: Tensor) -> Tensor:
-    """The same scale in the kernels' type; exact."""
+    """Convert a scale to float32, the kernels' dtype; exact."""
     return e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale
 
 
@@ -55,7 +60,7 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
     """Block FP8 through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "scaled_mm"
-    #: two scales per tile of columns beside two accumulators, where blocks are narrower than tiles
+    #: blocks narrower than a tile need two scales per column tile next to two accumulators
     accepted_spills = (448, 448)
 
     claims = Claims(
@@ -93,7 +98,7 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
         )
 
     def _stored(self, weights: MoEWeights, name: str) -> Tensor:
-        # narrower steps are as they come
+        # narrower blocks keep the checkpoint's layout
         tensor: Tensor = getattr(weights, name)
         return self.block_major(weights, name) if self.block_shape[1] == WHOLE_COLUMNS else tensor
 

@@ -1,7 +1,7 @@
-"""Triton, MXFP8 weights with MXFP8 activations (1 x 32, e8m0), on GPUs without scaled tensor cores too.
+"""Triton, MXFP8 weights and activations (1 x 32, e8m0), without block-scaled MMA.
 
-An e4m3 number times a power of two is a bfloat16 number, so bfloat16 tensor cores multiply MXFP8 operands exactly:
-x and h are rounded to MXFP8 and stored as bfloat16, weights get their scales in registers (see
+An e4m3 number times a power of two is representable in bfloat16, so bfloat16 tensor cores multiply MXFP8 operands
+exactly. x and h are rounded to MXFP8 and stored as bfloat16; weights are scaled in registers (see
 `moe_fp8.experts.marlin`).
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class TritonMxfp8Experts(MarlinE4M3Experts):
-    """MXFP8 weights and activations."""
+    """Triton backend for MXFP8 weights and activations."""
 
-    #: an epilogue that quantises 256 columns, without a gate: most on sm100 488
+    #: The largest spill: 488 on sm100, in an ungated epilogue that quantizes 256 columns.
     accepted_spills = (496, 640)
 
     claims = Claims(
@@ -53,7 +53,7 @@ class TritonMxfp8Experts(MarlinE4M3Experts):
 
     @property
     def takes_vectors(self) -> bool:
-        # x is rounded beside the sort, h where it is made
+        # x is quantized in the sorting kernel, h in the epilogue that produces it
         return False
 
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:

@@ -1,9 +1,10 @@
-"""Triton, e4m3 weights with one scale per tensor or output channel, e4m3 activations (sm_89 and newer, gfx942, gfx950).
+"""Triton, e4m3 weights and activations with tensor, channel or token scales, both formats.
 
-On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them; gate
-and up keep scales of their own.  Activations have one scale per token, one for all (both found at run time) or one per
-expert (static).  Standard and batched format.
-``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of.
+Runs on sm_89 and newer, gfx942 and gfx950. On sm_90 weights become block-major (`GroupedExperts.block_major`),
+elsewhere they keep the checkpoint's layout. Gate and up keep separate scales. Activations have one scale per token, one
+for all tokens (both computed at run time) or one per expert (static).
+
+``moe_core.kernels.gemm.fused.scaled_mm`` describes the steps of a call.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _ACTIVATIONS = (kFp8DynamicTokenSym, kFp8DynamicTensorSym, kFp8StaticTensorSym)
 
 
 class TritonFp8Experts(ScaledMMExperts):
-    """FP8 per tensor or channel through the grouped GEMM of ``moe_core.kernels.gemm``."""
+    """Per-tensor or per-channel FP8 through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
-    #: LoRA deltas added beside two accumulators (most: sm90, 624); rows that 16-byte copies cannot reach
+    #: LoRA deltas are added next to two accumulators (largest spill: 624 on sm90), for rows that 16-byte copies cannot
+    #: address
     accepted_spills = (640, 640)
 
     claims = Claims(

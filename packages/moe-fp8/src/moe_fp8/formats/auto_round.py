@@ -1,8 +1,10 @@
-"""``quant_method: auto-round`` with ``data_type: fp`` and 8 bits: FP8_BLOCK, FP8_STATIC, FPW8A16 and their relatives.
+"""AutoRound FP8: ``quant_method: auto-round`` with ``data_type: fp`` and 8 bits.
 
-AutoRound's export ``format="fp8"`` has the same settings and tensors under ``quant_method: fp8``.
+Covers FP8_BLOCK, FP8_STATIC, FPW8A16 and their variants. AutoRound's export ``format="fp8"`` has the same settings and
+tensors under ``quant_method: fp8``.
 
-Per expert and projection: ``weight`` e4m3 [N, K] and, in the model's dtype or float32, scales as ``group_size`` says:
+Per expert and projection: ``weight`` e4m3 [N, K] and scales in the model's dtype or float32, whose form depends on
+``group_size``:
 
 =================  ==================================  ============================================
 ``group_size``     scale                               shape
@@ -12,9 +14,9 @@ Per expert and projection: ``weight`` e4m3 [N, K] and, in the model's dtype or f
 [rows, columns]    ``weight_scale_inv``, multiplied    [ceil(N / rows), ceil(K / columns)]
 =================  ==================================  ============================================
 
-Activations are in 16 bits (``act_bits``), static with ``input_scale`` (``act_dynamic: false``), or quantised at run
-time as ``act_group_size`` says: 0 with one scale, -1 per token, else in groups.  ``extra_config`` has other settings
-for some layers.
+Activations are 16-bit (``act_bits``), static with ``input_scale`` (``act_dynamic: false``), or quantized at run time
+according to ``act_group_size``: 0 with one scale, -1 per token, else in groups. ``extra_config`` overrides settings for
+individual layers.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _EXPECTED = "fp, fp8 or fp8_e4m3"
 
 
 class AutoRoundFp8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of AutoRound's FP8 exports; the module docstring describes the tensors."""
 
     name = "AutoRound FP8"
     quant_methods = ("auto-round", "intel/auto-round", "fp8")
@@ -77,7 +79,7 @@ def _group(entries: QuantEntries) -> GroupShape | None:
 
 
 def _activation(entries: QuantEntries, bits: int | None) -> QuantKey | str | None:
-    """The key, None for 16 bits; or in one clause why it is not read."""
+    """Return the activation key, None for 16 bits, or the reason why it is not supported."""
     if bits in (16, 32):
         return None
     data_type = entries.text("act_data_type", "fp")

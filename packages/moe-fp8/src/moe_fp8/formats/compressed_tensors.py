@@ -1,6 +1,6 @@
 """compressed-tensors (llm-compressor): ``float-quantized`` and ``mxfp8-quantized`` experts.
 
-Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale``, mostly bfloat16:
+Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale``, usually bfloat16:
 
 ==================  ==============================  =============================================
 weights' strategy   ``weight_scale``                weight key's groups
@@ -12,8 +12,8 @@ group, e8m0 scale   [N, K/32] uint8                 MXFP8
 block               [ceil(N/bn), ceil(K/bk)]        ``block_structure``; edge blocks may be partial
 ==================  ==============================  =============================================
 
-``input_activations``: null leaves activations in 16 bits; static per tensor (``input_scale`` [1]), dynamic per tensor,
-per token, in groups of ``group_size``, or MXFP8.
+``input_activations``: null means 16-bit activations; otherwise static per tensor (``input_scale`` [1]), dynamic per
+tensor, per token, in groups of ``group_size``, or MXFP8.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", None)
 
 
 class CompressedTensorsFp8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of compressed-tensors FP8 and MXFP8; the module docstring describes the tensors."""
 
     name = "compressed-tensors float-quantized and mxfp8-quantized"
     quant_methods = ("compressed-tensors",)
@@ -63,7 +63,12 @@ def _storage(group: QuantGroup) -> Fp8Storage | str:
 
 
 def is_microscaling(args: QuantArgs, layout: str | None) -> bool:
-    """Whether groups of 32 share an e8m0 exponent (MXFP8)."""
+    """Return whether groups of 32 share an e8m0 exponent (MXFP8).
+
+    Args:
+        args: quantization arguments of weights or activations.
+        layout: the ``format`` of the group.
+    """
     exponents = args.scale_dtype == "torch.uint8" or (args.scale_dtype is None and layout == "mxfp8-quantized")
     return args.strategy == "group" and args.group_size == MX_GROUP.col and exponents
 
@@ -84,7 +89,7 @@ def _shape(args: QuantArgs) -> GroupShape | str:
 
 
 def _activation(args: QuantArgs, layout: str | None) -> QuantKey | str:
-    """The activation key, or why there is none."""
+    """Return the activation key, or the reason why it is not supported."""
     if args.type != "float" or args.num_bits != 8 or not args.symmetric:
         return f"{args.where} is {args}, expected symmetric float8"
     if args.dynamic is False:

@@ -1,13 +1,13 @@
-"""``quant_method: fp8`` in blocks: DeepSeek-V3/R1, Qwen3-*-FP8, transformers' fine-grained FP8.
+"""Block FP8 (``quant_method: fp8``): DeepSeek-V3/R1, Qwen3-*-FP8, transformers.
 
-Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale_inv`` [ceil(N/bn), ceil(K/bk)], with which, its
-name notwithstanding, the weight is *multiplied*.  Scales are float32, bfloat16 or e8m0 exponents (``scale_fmt:
-ue8m0``).  Activations are quantised at run time, in groups of ``bk`` along K; ``activation_scheme: static`` has one
+Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale_inv`` [ceil(N/bn), ceil(K/bk)]. Despite its name,
+the weight is *multiplied* by that scale. Scales are float32, bfloat16 or e8m0 exponents (``scale_fmt: ue8m0``).
+Activations are quantized at run time, in groups of ``bk`` along K. ``activation_scheme: static`` has one
 ``activation_scale`` per expert and projection instead.
 
 Newer tools stack the experts: ``gate_up_proj`` [E, 2N, K] with ``gate_up_proj_scale_inv``, ``down_proj`` [E, K, N];
-some models store both transposed.  A stacked gate and up that were quantised as one matrix share a block where N is no
-multiple of bn; such scales are repeated for blocks of ``gcd(N, bn)`` rows, which is exact.
+some models store both transposed. If a stacked gate and up were quantized as one matrix and N is not divisible by bn,
+they share a block. Their scales are then repeated for blocks of ``gcd(N, bn)`` rows, which is exact.
 
 Blocks of 1x32 with e8m0 scales are MXFP8 under this name.
 """
@@ -24,7 +24,7 @@ from moe_core.api.formats import LayerExperts, QuantEntries, QuantizedFormat, is
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage, scale_suffix
 
 _SCALE = "weight_scale_inv"
-#: what entries may be, in any letter case, the default first
+#: accepted entries, in any letter case, the default first
 _ACCEPTED: Mapping[str, tuple[object, ...]] = {
     "fmt": ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"),
     "expert_dtype": ("fp8", None),
@@ -36,7 +36,7 @@ _OF_EXPERTS = ("expert_dtype", "store_dtype", "moe_quant_algo")
 
 
 class Fp8BlockFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of block FP8; the module docstring describes the tensors."""
 
     name = "FP8 in blocks (DeepSeek-V3, Qwen3-FP8, transformers fine-grained FP8)"
     quant_methods = ("fp8",)
@@ -59,10 +59,18 @@ class Fp8BlockFormat(QuantizedFormat):
 
 
 def reason_against_kind(quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
-    """Why weights of ``quant_method: fp8`` are not e4m3, or activations not quantised as is known; None if so.
+    """Return why settings of ``quant_method: fp8`` are not supported e4m3 ones, or None.
 
-    What experts are stored as may stand beside the settings, at config.json's top level; it says nothing of weights
-    that are e4m3 (attention, beside experts in FP4).
+    The expert dtype may also be given at the top level of config.json, next to the quantization settings. It is ignored
+    for
+    e4m3 weights, such as attention in a model with FP4 experts.
+
+    Args:
+        quantization: the checkpoint's quantization settings.
+        layer: experts of one layer.
+
+    Returns:
+        The reason, or None if the weights are e4m3 and the activation scheme is supported.
     """
     if is_auto_rounds(quantization):
         return "the settings are AutoRound's"
@@ -78,7 +86,7 @@ def reason_against_kind(quantization: Mapping[str, Any], layer: LayerExperts) ->
 
 
 def _has_exponents(layer: LayerExperts, bytes_too: bool) -> bool:
-    """Whether every weight scale is stored as e8m0 exponents."""
+    """Return whether every weight scale is stored as e8m0 exponents."""
     for projection in layer.projections:
         suffix = scale_suffix(layer, projection)
         dtype = None if suffix is None else layer.dtype(projection, suffix)

@@ -1,12 +1,12 @@
-"""How e4m3 experts and their scales lie in a checkpoint: checked, and brought into the canonical form.
+"""Storage of e4m3 experts and scales: validation and conversion to canonical form.
 
 Scales become float32, exactly, except those of MXFP8, which stay e8m0 bytes.
 
-Gate and up keep their own per-tensor scales ([E, 2]): nothing is requantised.  Both read the same activations, so their
-static activation scales, where they differ, become their maximum, the only one of the two with which neither clips.
+Gate and up keep separate per-tensor scales ([E, 2]): nothing is requantized. Both read the same activations. If their
+static activation scales differ, the maximum is used, since it is the only one of the two with which neither clips.
 
-A per-tensor scale and a static activation scale must be greater than 0.  The scale of a channel or a block may be 0
-where its weights are 0 too (a pruned channel); over other weights it is refused, since they can't be recovered.
+A per-tensor scale and a static activation scale must be greater than 0. The scale of a channel or a block may be 0 if
+its weights are 0 too (a pruned channel). A zero scale over other weights is refused, since they cannot be recovered.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from moe_core.api.formats import (
 )
 from torch import Tensor
 
-#: Suffixes of the weight's scale, usual ones first (short ones are of stacked experts).
+#: Suffixes of the weight's scale, common ones first (short ones are of stacked experts).
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scales_inv", "scale")
 #: 32 elements along K that share an e8m0 exponent
 MX_GROUP = GroupShape(1, 32)
@@ -61,12 +61,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fp8Storage(ExpertStorage):
-    """How one layer's e4m3 experts are quantised; see the base class.
+    """Quantization of one layer's e4m3 experts; see the base class.
 
-    - ``group``: elements of a stored weight that share a scale
-    - ``microscaling``: the scales are e8m0 exponents and stay so (MXFP8)
-    - ``exponent_bytes``: a scale stored as plain bytes is an e8m0 exponent
-    - ``scale``: usual suffix of the weight's scale, for messages
+    Attributes:
+        group: elements of a stored weight that share a scale.
+        activation: quantization of the activations; None for 16-bit activations.
+        why: origin of these settings, for messages.
+        microscaling: the scales are e8m0 exponents and stay so (MXFP8).
+        exponent_bytes: a scale stored as plain bytes is an e8m0 exponent.
+        scale: usual suffix of the weight's scale, for messages.
     """
 
     interleaved = True
@@ -94,18 +97,21 @@ class Fp8Storage(ExpertStorage):
         shared = block_rows > 1 and not mixed and _shares_block(layer, block_rows, transposed)
         rows = math.gcd(_stacked_rows(layer, transposed) // 2, block_rows) if shared else block_rows
         if mixed and block_rows > 1:
-            rows = block_rows // 2  # a block holds as many rows of gate as of up
+            rows = block_rows // 2  # a block holds the same number of gate and up rows
         key = kMxfp8Static if self.microscaling else kFp8Static128BlockSym.with_group(rows, block_cols)
         return Fp8Layout(layer, key, self.activation, self, transposed, shared, rows, mixed)
 
 
 @dataclass(frozen=True, eq=False)
 class Fp8Layout(QuantizedLayout):
-    """How the layer's matrices and their scales lie.
+    """Layout of the layer's matrices and scales.
 
-    ``transposed``: matrices are stored [K, rows]; ``shared``: gate and up are one matrix whose blocks straddle both;
-    ``rows``: rows that share a scale in the canonical form, less than ``storage.group.row`` where ``shared``;
-    ``mixed``: gate and up rows are stored in turns (gpt-oss).
+    Attributes:
+        storage: quantization of the stored experts.
+        transposed: matrices are stored [K, rows].
+        shared: gate and up are one matrix whose blocks straddle both.
+        rows: rows that share a scale in canonical form; less than ``storage.group.row`` if ``shared``.
+        mixed: gate and up rows are interleaved (gpt-oss).
     """
 
     storage: Fp8Storage
@@ -210,7 +216,7 @@ class Fp8Layout(QuantizedLayout):
         return (cols, rows) if self.transposed else (rows, cols)
 
     def _scale_shapes(self, projection: str, rows: int, cols: int) -> list[tuple[int, ...]]:
-        """Shapes that the projection's scale may have, the usual one first."""
+        """Return the accepted shapes of the projection's scale, the usual one first."""
         group = self.storage.group
         if group.is_per_tensor:
             return [(), (1,), (1, 1)]
@@ -223,12 +229,15 @@ class Fp8Layout(QuantizedLayout):
     def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.storage.microscaling:
             return (torch.uint8, torch.float8_e8m0fnu)
-        # plain bytes are exponents only where the config says so
+        # plain bytes are exponents only if the config says so
         exponents = (torch.float8_e8m0fnu, torch.uint8) if self.storage.exponent_bytes else (torch.float8_e8m0fnu,)
         return (*_FLOATS, *exponents)
 
     def _scales(self, stored: Tensor, projection: str, rows: int, cols: int) -> Tensor:
-        """A projection's canonical scale rows of stored scales [n, ...]; per tensor one for each matrix in it."""
+        """Convert stored scales [n, ...] to a projection's canonical scale rows.
+
+        Per-tensor scales give one value for each matrix of the projection.
+        """
         if self.storage.microscaling:
             exact = stored.view(torch.uint8)
         else:
@@ -247,10 +256,10 @@ class Fp8Layout(QuantizedLayout):
             return grid
         return grid.repeat_interleave(group.row // self.rows, dim=1)[:, : -(-rows // self.rows)]
 
-    # ------------------------------------------------------------------ what the tensors themselves say
+    # ------------------------------------------------------------------ extra tensors
 
     def _check_others(self, projection: str, scale: str, experts: Sequence[int]) -> None:
-        """No tensor is left out that would change the values."""
+        """Check that no tensor is ignored that would change the values."""
         layer = self.layer
         for suffix in layer.suffixes(projection):
             name = layer.name(0, projection, suffix)
@@ -267,12 +276,28 @@ class Fp8Layout(QuantizedLayout):
 
 
 def scale_suffix(layer: LayerExperts, projection: str) -> str | None:
-    """Suffix of the projection's weight scale; CheckpointError where it has two."""
+    """Return the suffix of the projection's weight scale, None if it has none.
+
+    Args:
+        layer: experts of one layer.
+        projection: name of the projection.
+
+    Raises:
+        CheckpointError: the projection has two weight scales.
+    """
     return one_suffix(layer, projection, WEIGHT_SCALES)
 
 
 def input_suffix(layer: LayerExperts, projection: str) -> str | None:
-    """Suffix of the projection's static activation scale."""
+    """Return the suffix of the projection's static activation scale, None if it has none.
+
+    Args:
+        layer: experts of one layer.
+        projection: name of the projection.
+
+    Raises:
+        CheckpointError: the projection has two activation scales.
+    """
     return one_suffix(layer, projection, INPUT_SCALES)
 
 
@@ -287,7 +312,10 @@ def _stacked_rows(layer: LayerExperts, transposed: bool) -> int:
 
 
 def _shares_block(layer: LayerExperts, block_rows: int, transposed: bool) -> bool:
-    """Whether a row of blocks holds gate and up rows: where they are one matrix and N is no multiple of the block."""
+    """Return whether a row of blocks holds both gate and up rows.
+
+    This is the case if they are one matrix and N is not divisible by the block height.
+    """
     suffix = scale_suffix(layer, "gate_up") if "gate_up" in layer.projections else None
     if suffix is None:
         return False

@@ -1,9 +1,9 @@
-"""``quant_method: fp8`` with one scale per tensor: AutoFP8 and its followers, transformers without a block size.
+"""Per-tensor FP8 (``quant_method: fp8``): AutoFP8, transformers without block size.
 
 Per expert and projection: ``weight`` e4m3 [N, K] and its scale, a scalar ([], [1]; stacked experts [E] or [E, 1, 1]).
 ``activation_scheme: static`` adds ``input_scale`` (AutoFP8) or ``activation_scale`` (transformers).
 
-What ``dynamic`` means is the writing tool's: AutoFP8 (``weight_scale``) takes one scale over all tokens, transformers
+The meaning of ``dynamic`` depends on the tool: AutoFP8 (``weight_scale``) uses one scale over all tokens, transformers
 (``weight_scale_inv``) one per token.
 """
 
@@ -20,7 +20,7 @@ from moe_fp8.formats.fp8_layout import Fp8Storage, scale_suffix
 
 
 class Fp8TensorFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of per-tensor FP8; the module docstring describes the tensors."""
 
     name = "FP8 with one scale per tensor (AutoFP8, transformers)"
     quant_methods = ("fp8",)

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8 in blocks and MXFP8 (any letter case).
+"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, block FP8 and MXFP8 (any letter case).
 
 Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
 
@@ -13,8 +13,8 @@ MXFP8                       uint8 [N, K/32] e8m0                  MXFP8
 ==========================  ====================================  ===========================================
 
 ``FP8_PB_WO`` is "per block, weight only": ModelOpt's preset (``FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG``) disables the input
-quantisers, so the activation key is None.  vLLM quantises activations in groups of 128 for it all the same, which is
-not what the tool computed.
+quantizers, so the activation key is None. vLLM nevertheless quantizes activations in groups of 128 for it, which
+differs from what the tool computed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from moe_core.api.formats import LayerExperts, QuantizedFormat, quant_algo, unkn
 
 from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
-#: of FP8 in blocks: whether activations stay in 16 bits
+#: block FP8 algorithms: whether activations stay 16-bit
 _BLOCKS = {"FP8_PB_WO": True, "FP8_PB_REAL": True, "FP8_BLOCK_SCALES": False, "FP8_PB": False}
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *_BLOCKS, "MXFP8")
 
 
 class ModelOptFp8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of ModelOpt FP8 and MXFP8; the module docstring describes the tensors."""
 
     name = "ModelOpt FP8 and MXFP8"
     quant_methods = ("modelopt",)

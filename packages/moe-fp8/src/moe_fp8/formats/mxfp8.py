@@ -1,8 +1,10 @@
-"""MXFP8 by its own name: ``quant_method: mxfp8`` (MiniMax) and AutoRound's ``auto_round:llm_compressor`` export.
+"""MXFP8: ``quant_method: mxfp8`` (MiniMax), AutoRound's ``auto_round:llm_compressor`` export.
 
 Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale`` or ``weight_scale_inv`` uint8 [N, K/32], e8m0
-exponents.  Activations are MXFP8, MiniMax's with scales rounded up; AutoRound's as ``act_data_type`` says (mx_fp down,
-mx_fp_rceil up), or in 16 bits by ``act_bits``.  Its ``extra_config`` has other settings for some layers.
+exponents. Activations are MXFP8. MiniMax rounds their scales up; AutoRound follows ``act_data_type`` (mx_fp down,
+mx_fp_rceil up) or keeps activations 16-bit according to ``act_bits``. AutoRound's ``extra_config`` overrides settings
+for
+individual layers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _WHY = "one e8m0 scale per 32 columns"
 
 
 class Mxfp8Format(QuantizedFormat):
-    """``quant_method: mxfp8``."""
+    """Reader of ``quant_method: mxfp8``."""
 
     name = "MXFP8 (MiniMax)"
     quant_methods = ("mxfp8",)
@@ -36,7 +38,7 @@ class Mxfp8Format(QuantizedFormat):
 
 
 class AutoRoundMxfp8Format(QuantizedFormat):
-    """``quant_method: auto-round`` with ``data_type: mx_fp`` and 8 bits."""
+    """Reader of ``quant_method: auto-round`` with ``data_type: mx_fp`` and 8 bits."""
 
     name = "AutoRound MXFP8"
     quant_methods = ("auto-round", "intel/auto-round")

@@ -1,10 +1,16 @@
 """AMD Quark: fp8_e4m3 weights per tensor, per channel or per block, and MXFP8.
 
-Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``: a scalar (``per_tensor``), [N] (``per_channel``),
-[ceil(N/bn), ceil(K/bk)] float32 or e8m0 (``per_block``), uint8 [N, K/32] (``per_group`` of 32 with ``scale_format:
-e8m0``).  ``input_tensors``: null leaves activations in 16 bits; static per tensor has ``input_scale``; dynamic is per
-tensor, per token (which Quark calls ``per_channel`` or ``per_token``), or in groups; MXFP8 scales are rounded as
-``scale_calculation_mode`` says.
+Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
+
+- ``per_tensor``: a scalar
+- ``per_channel``: [N]
+- ``per_block``: [ceil(N/bn), ceil(K/bk)] float32 or e8m0
+- ``per_group`` of 32 with ``scale_format: e8m0``: uint8 [N, K/32]
+
+``input_tensors``: null means 16-bit activations. Static per-tensor activations have an ``input_scale``. Dynamic ones
+are
+per tensor, per token (Quark calls it ``per_channel`` or ``per_token``) or in groups. MXFP8 scales are rounded according
+to ``scale_calculation_mode``.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
 
 
 class QuarkFp8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of Quark FP8; the module docstring describes the tensors."""
 
     name = "Quark FP8"
     quant_methods = ("quark",)
@@ -65,7 +71,7 @@ def _shape(weight: QuarkArgs) -> GroupShape | str:
 
 
 def _activation(inputs: QuarkArgs) -> QuantKey | str:
-    """The activation key, or why there is none."""
+    """Return the activation key, or the reason why it is not supported."""
     scheme = inputs.scheme
     if not inputs.is_e4m3:
         return f"{inputs.where}: dtype is {inputs.dtype!r}, expected 'fp8_e4m3'"

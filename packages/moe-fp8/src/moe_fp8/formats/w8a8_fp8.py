@@ -1,6 +1,6 @@
-"""SGLang's ``quant_method: w8a8_fp8``: e4m3 by channel, with activations that are quantised per token at run time.
+"""SGLang's ``quant_method: w8a8_fp8``: e4m3 per channel, activations quantized per token.
 
-Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale`` [N, 1], mostly float32.
+Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale`` [N, 1], usually float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_fp8.formats.fp8_layout import Fp8Storage
 
 
 class SglangFp8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of SGLang's W8A8 FP8; the module docstring describes the tensors."""
 
     name = "SGLang W8A8 FP8"
     quant_methods = ("w8a8_fp8",)

@@ -1,13 +1,13 @@
-"""Block FP8 as the grouped GEMM sees it: how a tile is loaded and scaled; as the fused layer takes it.
+"""Block FP8 for the grouped GEMM: tile loading, scaling, and the fused-layer interface.
 
     weights       e4m3 [E, rows, K], or block-major, one float32 scale per block_n x block_k
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
 
-BLOCK_K of the kernel equals block_k, so that each step of its loop meets one scale per row (`open_blocks`,
-`load_blocks` of core) and one per weight block: the step's product is summed in the tensor cores and added, scaled, in
+The kernel's BLOCK_K equals block_k, so each mainloop step uses one scale per row (`open_blocks`, `load_blocks` of
+moe-core) and one per weight block. The step's product is accumulated in the tensor cores, then scaled and added in
 float32.
 
-This file is the model for another scheme: write these functions and nothing else.
+Use this file as the template for another scheme: these functions are all it needs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from torch import Tensor
 
 @triton.jit
 def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """Pointers to the scales of a tile: a scalar within one row of scale blocks, [BLOCK_N] where it spans several.
+    """Return pointers to a tile's weights and scales.
 
-    b_args = (weights, scales, weights' strides per expert, row and step of the k loop, scales' expert and row stride,
-    block_n, a constant); columns of both are contiguous.  The up half starts at row N of the weights and at row
-    ceil(N / block_n) of the scales.
+    The scale pointer is a scalar if the tile stays within one row of scale blocks, else [BLOCK_N]. b_args = (weights,
+    scales, weight strides per expert, row and mainloop step, scale strides per expert and row, block_n as a constant);
+    columns of both are contiguous. The up half starts at row N of the weights and at row ceil(N / block_n) of the
+    scales.
     """
     weights, scales, stride_e, stride_n, stride_k, scale_e, scale_n, _ = b_args
     BLOCK: tl.constexpr = b_args[7]
@@ -61,9 +62,9 @@ def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 
 @triton.jit
 def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K] and its scale, a scalar or [BLOCK_N].
+    """Load a tile [BLOCK_N, BLOCK_K] and its scale, a scalar or [BLOCK_N].
 
-    b_desc: a tensor descriptor over the weights, or None for pointers.
+    b_desc is a tensor descriptor of the weights, or None to use pointers.
     """
     rows, inside, scales, first, strides = state
     scale = tl.load(scales + k)
@@ -72,7 +73,7 @@ def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
 
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (a @ b.T) * scales; a_scale [BLOCK_M], b_scale a scalar or [BLOCK_N]."""
+    """Compute acc + (a @ b.T) * scales; a_scale is [BLOCK_M], b_scale a scalar or [BLOCK_N]."""
     ONE: tl.constexpr = len(b_scale.shape) == 0
     if ONE:
         a_scale = scale_product(a_scale, b_scale)
@@ -85,12 +86,16 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 
 _TILE = TileFunctions(open_blocks, load_blocks, open_weights, load_weights, multiply)
-#: weight blocks of the warp-specialised kernel
+#: weight blocks that the warp-specialized kernel supports
 HOPPER_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
 
 def block_scheme(block_k: int) -> GroupScheme:
-    """x and h in e4m3, one float32 scale per row and ``block_k`` columns."""
+    """Describe e4m3 activations with one float32 scale per row and ``block_k`` columns.
+
+    Args:
+        block_k: columns per scale.
+    """
     return GroupScheme(
         quantize_group,
         torch.float8_e4m3fn,
@@ -104,10 +109,16 @@ def block_scheme(block_k: int) -> GroupScheme:
 def block_weight(
     weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, block_shape: tuple[int, int]
 ) -> GemmWeight:
-    """e4m3 ``weights`` [E, rows of all halves, K], or block-major; ``rows`` of one half.
+    """Describe e4m3 weights with block scales for the grouped GEMM.
 
-    ``scales`` [E, halves * ceil(rows / block_n), ceil(K / block_k)] float32: gate and up each own their partial last
-    row of blocks.  ``block_shape`` (block_n, block_k): powers of two from 32 and 16 on.
+    Args:
+        weights: [E, rows of all halves, K], or block-major.
+        scales: float32 [E, halves * ceil(rows / block_n), ceil(K / block_k)]; gate and up each have a separate partial
+            last
+            row of blocks.
+        bias: bias of the layer, or None.
+        rows: rows of one half.
+        block_shape: (block_n, block_k), powers of two of at least 32 and 16.
     """
     block_n, block_k = block_shape
     strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)
@@ -133,9 +144,9 @@ def _functions() -> Any:
 
 
 def _tile_config(block_n: int, config: TileConfig) -> TileConfig:
-    """For the tile kernel, what was chosen for the specialised one.
+    """Adapt the tile configuration of the specialized kernel to the tile kernel.
 
-    Scales that differ among the columns of a tile leave no registers for 128 rows of gate and up.
+    If scales differ among the columns of a tile, the registers do not suffice for 128 rows of gate and up.
     """
     if config.warp_specialised and block_n < config.block_n:
         return replace(config, block_m=min(config.block_m, 64))

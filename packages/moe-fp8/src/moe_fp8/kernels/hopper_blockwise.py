@@ -1,9 +1,8 @@
-"""The k loop of one consumer in `moe_core.kernels.gemm.sm90.kernel`, with scales by block: 64 rows times two blocks of
-128 columns.
+"""Block-scale mainloop of one consumer warp group in `moe_core.kernels.gemm.sm90.kernel`.
 
-One float32 scale per row and step, and per weight block, whose depth is that of a step: each step's product is added,
-scaled.  a_args = (scales [P, steps], row stride), b_args = (scales [E, rows / block rows, steps], expert stride, row
-stride, rows of a block as a constant).
+A consumer computes 64 rows times two blocks of 128 columns. There is one float32 scale per row and step, and one per
+weight block, whose depth equals a step: each step's product is scaled, then added. a_args = (scales [P, steps], row
+stride), b_args = (scales [E, rows / block rows, steps], expert stride, row stride, rows per block as a constant).
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 @gluon.jit
 def _scale_rows(block_n, stride, N, ROWS: gl.constexpr, GATED: gl.constexpr):
-    """Offsets of the scales of rows 0, 64, 128 and 192 of a tile's weights; rows beyond the last column have any."""
+    """Return the scale offsets of rows 0, 64, 128 and 192 of a tile's weights.
+
+    Rows beyond the last column get an arbitrary valid offset.
+    """
     PER_TILE: gl.constexpr = TILE // ROWS
     last = gl.cdiv(N, ROWS) - 1
-    # the neighbour of a short tile's last block may lie beyond the columns altogether
+    # the neighbor of a partial tile's last block may be entirely out of range
     first = gl.minimum(block_n * (PER_TILE if GATED else 2 * PER_TILE), last)
     found = (first * stride, gl.minimum(first + PER_TILE - 1, last) * stride)
     if GATED:
@@ -35,7 +37,7 @@ def _scale_rows(block_n, stride, N, ROWS: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def _scales(pointer, rows, k, ROWS: gl.constexpr):
-    """Scales of step `k` of the four quarters of the weights' rows, which are two halves for blocks of 128 rows."""
+    """Load step `k`'s scales of four quarters of the weight rows (two halves if ROWS is 128)."""
     scale_0 = gl.load(pointer + rows[0] + k)
     scale_2 = gl.load(pointer + rows[2] + k)
     if ROWS == TILE:
@@ -46,20 +48,23 @@ def _scales(pointer, rows, k, ROWS: gl.constexpr):
 
 @gluon.jit
 def _factors(row_scale, low, high, ROWS: gl.constexpr):
-    """Factors of a product [64, 128] whose columns have the scale `low`, from the 64th on `high`; [64, 1] for one."""
+    """Combine row scales with the column scales `low` (columns 0-63) and `high` (64-127).
+
+    The result is [64, 128], or [64, 1] if all columns share `low`.
+    """
     by_low = scale_product(row_scale, low)[:, None]
     if ROWS == TILE:
         return by_low
     else:
         by_high = scale_product(row_scale, high)[:, None]
-        # which of them a register takes is known when the kernel is compiled
+        # The compiler knows which of the two each register needs.
         column = gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         return gl.where(column < TILE // 2, by_low, by_high)
 
 
 @gluon.jit
 def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
-    """Nothing: no registers are left to carry scales through the epilogue of the tile before."""
+    """Prefetch nothing: no registers are left to carry scales through an epilogue."""
     return ()
 
 
@@ -67,7 +72,7 @@ def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
 def scaled_mm_blockwise(
     turn, ahead, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
 ):
-    """(scaled float32 products [64, 128] of both blocks, number of steps that were taken so far)."""
+    """Return the scaled float32 products [64, 128] of both blocks and the updated step counter."""
     ROWS: gl.constexpr = b_args[3]
     scales = a_args[0] + row.to(gl.int64) * a_args[1]
     b_scales = b_args[0] + expert.to(gl.int64) * b_args[1]
@@ -80,7 +85,7 @@ def scaled_mm_blockwise(
     for k in range(steps):
         by_0 = _factors(row_scale, scale_0, scale_1, ROWS)
         by_1 = _factors(row_scale, scale_2, scale_3, ROWS)
-        # for the next step; the last one reads its own again
+        # for the next step; the last step reloads its own scales
         following = gl.minimum(k + 1, steps - 1)
         row_scale = gl.load(scales + following)
         scale_0, scale_1, scale_2, scale_3 = _scales(b_scales, rows, following, ROWS)

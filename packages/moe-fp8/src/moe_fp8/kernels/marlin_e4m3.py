@@ -1,17 +1,18 @@
-"""e4m3 weights as the functions of `moe_core.kernels.gemm.marlin`: words of 8-bit codes, widened in registers.
+"""e4m3 functions for `moe_core.kernels.gemm.marlin`: 8-bit codes dequantized in registers.
 
-An e4m3 byte shifted into the place of a 16-bit number's exponent is that number times 2^-120 (bfloat16) or 2^-8
-(float16), subnormals included; one multiplication makes it exact, and the same one applies a scale.  Scales are
+An e4m3 byte shifted into the exponent position of a 16-bit float equals the number times 2^-120 (bfloat16) or 2^-8
+(float16), subnormals included. One multiplication restores the value exactly and applies a scale at the same time.
+Scales are
 
-    per row       float32 [E, 1, rows], for the finished sum
+    per row       float32 [E, 1, rows], applied to the final accumulator
     per block     float32 [E, tiles of 128 rows, 2 * groups of 128 or 64 columns]: a pair for each group, of 64 rows
-                  each: gate and up where these are interleaved, else one half of the tile and the other
+                  each: gate and up if these are interleaved, else the two halves of the tile
     MXFP8         int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 247 + exponent
 
-The last two are relative to the largest scale of a row, which multiplies its finished sum
-(`MarlinMatrix.channel_scales`): that of MXFP8 is 1 and its byte 247, so that the byte is that of a bfloat16 number
-2^120 times as large, and float16 loses only what is 2^-23 of a row's largest group.  NaN codes (0x7f, 0xff) become 480:
-checkpoints are checked for them.
+The last two are relative to the largest scale of a row, which multiplies the row's accumulator
+(`MarlinMatrix.channel_scales`). A relative MXFP8 scale of 1 is the byte 247, the exponent byte of a bfloat16 number
+2^120 times as large; float16 loses only values below 2^-23 of a row's largest group. NaN codes (0x7f, 0xff) become
+480: checkpoints are checked for them.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ from moe_core.api.kernels import (
     tile_words,
 )
 
-# the byte of a row's largest MXFP8 scale, as `convert_e4m3` makes it
+# byte of a row's largest MXFP8 scale, as `convert_e4m3` writes it
 LARGEST = tl.constexpr(247)
-# rows of words to which a pair of scales per block belongs
+# rows of packed words that share a pair of block scales
 PAIR_ROWS = tl.constexpr(128)
-# whether rows are gate and up in turns, or others; set by `specialize`
+# whether gate and up rows are interleaved; set by `specialize`
 INTERLEAVED = tl.constexpr(False)
 
 
 @triton.constexpr_function
 def _widening(float16: bool, scaled: bool) -> str:
-    """$0, $1: bytes 0 and 2, $2, $3: bytes 1 and 3 of $4, times the pair $5 where ``scaled``.
+    """Return PTX that writes bytes 0 and 2 of $4 to $0, $1 and bytes 1 and 3 to $2, $3.
 
-    -0.0 as addend keeps the sign of zeros.
+    Multiplies by the pair $5 if ``scaled``. The addend -0.0 preserves the sign of zeros.
     """
     kind, up, left, shift, mask = (
         ("f16x2", "0x5c005c00", 7, 1, "0x3f803f80") if float16 else ("bf16x2", "0x7b807b80", 4, 4, "0x07f007f0")
@@ -82,7 +83,7 @@ def _widening(float16: bool, scaled: bool) -> str:
 
 @triton.jit
 def _byte(words, scale):
-    """float32 of the lowest bytes of `words`, as the asm does it."""
+    """Dequantize the lowest byte of each of `words` to float32, like the inline assembly."""
     bits = ((words & 0x80) << 24) | ((words & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     return value if scale is None else value * scale
@@ -90,11 +91,13 @@ def _byte(words, scale):
 
 @triton.jit
 def e4m3_values(words, dtype: tl.constexpr, scale=None):
-    """The four numbers of `words` [N, W], as `moe_core.kernels.gemm.fragments.dequant.asm_values`; float32 in the
-    interpreter.
+    """Dequantize the four numbers of each of `words` [N, W], as `asm_values` returns them.
 
-    Times `scale` [N, W], rounded: pairs of `dtype`, 2^120 (float16: 2^8) times the scale; for float32, and in the
-    interpreter, the scale itself.
+    See `moe_core.kernels.gemm.fragments.dequant.asm_values`; float32 in the interpreter. With `scale` [N, W] the
+    products
+    are rounded. `scale` holds pairs of `dtype`, premultiplied by 2^120 (float16: 2^8); for float32 and in the
+    interpreter
+    it is the plain scale.
     """
     if INTERPRET or dtype == tl.float32:
         return _byte(words, scale), _byte(words >> 16, scale), _byte(words >> 8, scale), _byte(words >> 24, scale)
@@ -108,13 +111,13 @@ def e4m3_values(words, dtype: tl.constexpr, scale=None):
 
 @triton.jit
 def e4m3(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """[N, COLUMNS] numbers of `words` [N, W], without scales."""
+    """Dequantize `words` [N, W] to [N, COLUMNS], without scales."""
     return in_columns(e4m3_values(words, dtype))
 
 
 @triton.jit
 def e4m3_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """`e4m3` times the float32 scales [N, groups], rounded."""
+    """Dequantize like `e4m3` and multiply by the float32 scales [N, groups], rounded."""
     if INTERPRET or dtype == tl.float32:
         scale = scales
     elif dtype == tl.float16:
@@ -126,20 +129,23 @@ def e4m3_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def mxfp8(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """`e4m3` times the scales int32 [N] of a step, exact in bfloat16 and float32."""
+    """Dequantize with a step's int32 scales [N]; exact in bfloat16 and float32."""
     return in_columns(e4m3_values(words, dtype, per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 2)))
 
 
 @triton.jit
 def _second(start, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """[BLOCK_N]: 1 for rows that have the second scale of a pair; `start` of the tile within the pair's rows."""
-    # rows of gate and up are interleaved in blocks of 8
+    """Return [BLOCK_N] flags: 1 for rows that use the second scale of a pair.
+
+    `start` is the tile's offset within the rows that share the pair.
+    """
+    # gate and up rows are interleaved in blocks of 8
     return (start + tl.arange(0, BLOCK_N)) // (8 if INTERLEAVED else PAIR_ROWS // 2) % 2
 
 
 @triton.jit
 def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, for scales of blocks; besides pointers to pairs."""
+    """Block-scale variant of `open_groups`, which also returns pointers to scale pairs."""
     rows, inside, first, _, scale_t, tiles, factor = open_groups(b_args, expert, half, n, N, BLOCK_N)
     scales = b_args.scales + expert.to(tl.int64) * b_args.scale_e
     start = n % PAIR_ROWS if BLOCK_N < PAIR_ROWS else 0
@@ -153,9 +159,9 @@ def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step that is one group, and the scales [BLOCK_N] of its blocks.
+    """Load the words of a step of one group, and the block scales [BLOCK_N].
 
-    They are made of scalars: a vector would pass through shared memory and take registers.
+    The scales are built from scalars: a vector would pass through shared memory and occupy registers.
     """
     BLOCK_N: tl.constexpr = state[1].shape[0]
     first = _second(state[9], BLOCK_N, INTERLEAVED) == 0
@@ -167,7 +173,7 @@ def load_block(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
     return tile_words(state, b_desc, k, K, BLOCK_K, 8, EVEN_N), scale
 
 
-#: open_b and load_b of blocks, by whether rows are interleaved
+#: open_b and load_b for block scales, keyed by whether rows are interleaved
 _BLOCKS = {
     interleaved: (specialize(open_blocks, INTERLEAVED=interleaved), specialize(load_block, INTERLEAVED=interleaved))
     for interleaved in (False, True)
@@ -179,7 +185,15 @@ _MULTIPLY_MXFP8 = specialize(multiply, dequantize=mxfp8)
 
 
 def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
-    """(open_b, load_b, multiply, scale_acc) for one of the kinds of scales; group sizes -1, 128, 64 and 32 (MXFP8)."""
+    """Choose (open_b, load_b, multiply, scale_acc) by scale type.
+
+    Args:
+        matrix: converted weights; group sizes are -1 (per row), 128, 64 and 32 (MXFP8).
+        config: tile configuration of the launch.
+
+    Returns:
+        The four device functions.
+    """
     size = matrix.group_size
     if size == -1:
         return open_rows, LOAD_WORDS[8, -1], _MULTIPLY, scale_acc_rows
@@ -187,11 +201,17 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
         return open_groups, LOAD_WORDS[8, 0], _MULTIPLY_MXFP8, scale_acc_channels
     opened, load = _BLOCKS[matrix.interleaved]
     if size == STEP and config.block_m <= FEW.value and not config.uniform:
-        # each step's product is scaled by itself: beyond, its sums take too many registers
+        # Each step's product is scaled separately; for more rows the partial sums need too many registers.
         return opened, load, _MULTIPLY_GROUP, scale_acc_channels
     return opened, LOAD_WORDS[8, STEP // size], _MULTIPLY_SCALED, scale_acc_channels
 
 
 def e4m3_gemv(matrix: MarlinMatrix) -> GemvFunctions | None:
-    """For one token; None where scales change along a row, whose tiles were measured ahead."""
+    """Return the single-token functions, or None where scales change along a row.
+
+    Tiles of the latter were measured to be faster.
+
+    Args:
+        matrix: converted weights.
+    """
     return GemvFunctions(e4m3_values, "row") if matrix.group_size == -1 else None

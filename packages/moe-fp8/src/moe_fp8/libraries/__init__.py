@@ -1,11 +1,11 @@
-"""What the adapters of kernel libraries share: requirements, layouts, requantisation.  Imports no library."""
+"""Shared parts of the library adapters: requirements, layouts, requantization; imports none."""
 
 from __future__ import annotations
 
 from moe_core import Requirement
 
 FLASHINFER = Requirement("flashinfer", "flashinfer-python", "0.7.2", "moe-fp8[flashinfer]")
-#: vLLM's wheel carries a copy
+#: vLLM's wheel vendors a copy
 DEEP_GEMM = Requirement(
     "deep_gemm",
     "deep_gemm",

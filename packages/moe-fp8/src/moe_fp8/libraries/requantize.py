@@ -1,7 +1,7 @@
-"""Weights quantised anew where a library's layout has coarser scales than the checkpoint.
+"""Requantization for libraries whose layout has coarser scales than the checkpoint.
 
-A weight is rounded once more, to e4m3 under its new scale; new scales are never smaller, so nothing saturates.  Values
-are widened to float32 some rows after the others, so that beside the result a few megabytes are needed.
+Each weight is rounded once more, to e4m3 with its new scale. New scales are never smaller, so nothing saturates. Rows
+are converted to float32 in chunks, so only a few megabytes are needed in addition to the result.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-#: bytes of weights that are copied at a time; one expert at least
+#: bytes of weights copied at a time; at least one expert
 _CHUNK_BYTES = 256 << 20
-#: values that are float32 at a time: few enough for a cache of 50 MB
+#: number of values held as float32 at a time: fits a 50 MB cache
 _WIDENED = 1 << 23
 
 
 def shared_ratio(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The largest scale of each expert, and what its weights' values are to be multiplied by under it.
+    """Return the largest scale of each expert and the factors that rescale its weights to it.
 
-    ``scale`` [E, parts] float32; both results have its shape.  None where all parts had the largest already.
+    Args:
+        scale: float32 [E, parts].
+
+    Returns:
+        The largest scale and the factor, both of the shape of ``scale``; the factor is None if all parts already share
+        the
+        largest scale.
     """
     largest = scale.amax(dim=1, keepdim=True).expand_as(scale).contiguous()
     if torch.equal(largest, scale):
@@ -29,18 +35,29 @@ def shared_ratio(scale: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def shared_scale(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Stacked matrices with one scale each, [E, rows, K] e4m3 and [E, parts] float32, under the largest of them.
+    """Requantize stacked matrices that have one scale each to the largest of them.
 
-    Returns the weights and their scales, [E, parts] with equal columns.  Nothing is copied where they were equal.
+    Args:
+        w: e4m3 [E, rows, K].
+        scale: float32 [E, parts].
+
+    Returns:
+        The weights and their scales [E, parts] with equal columns. Nothing is copied if the scales were equal.
     """
     largest, ratio = shared_ratio(scale)
     return (w if ratio is None else rescaled(w, ratio)), largest
 
 
 def power_of_two_scales(w: Tensor, scale: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Block weights [E, rows, K] e4m3 with scales [E, rows / block, K / block] rounded up to powers of two.
+    """Requantize block weights so that their scales are powers of two, rounded up.
 
-    ``rows`` and K are multiples of the block.  Nothing is copied where they were powers of two.
+    Args:
+        w: e4m3 [E, rows, K]; rows and K are multiples of the block.
+        scale: [E, rows / block, K / block].
+        block: rows and columns per scale.
+
+    Returns:
+        The weights and their scales. Nothing is copied if the scales were powers of two.
     """
     mantissa, exponent = torch.frexp(scale)
     # frexp: scale = mantissa * 2**exponent with mantissa in [0.5, 1)
@@ -53,12 +70,24 @@ def power_of_two_scales(w: Tensor, scale: Tensor, block: tuple[int, int]) -> tup
 
 
 def rescaled(w: Tensor, ratio: Tensor) -> Tensor:
-    """Stacked matrices [E, rows, K] times their ratios [E, parts], rounded to e4m3."""
+    """Multiply stacked matrices [E, rows, K] by their ratios [E, parts] and round to e4m3.
+
+    Args:
+        w: e4m3 [E, rows, K].
+        ratio: [E, parts], one factor per stacked matrix.
+
+    Returns:
+        e4m3 [E, rows, K].
+    """
     return _rescaled(w, ratio[:, :, None], (w.shape[1] // ratio.shape[1], w.shape[2]))
 
 
 def expert_slices(w: Tensor) -> Iterator[slice]:
-    """Some experts of ``w`` [E, rows, K] after the others, few enough to hold two copies of them beside the result."""
+    """Yield slices of experts, small enough to hold two copies in addition to the result.
+
+    Args:
+        w: weights [E, rows, K].
+    """
     one = max(1, w[:1].numel() * w.element_size())
     step = max(1, min(_CHUNK_BYTES // (2 * one), w.shape[0] // 32))
     for start in range(0, w.shape[0], step):
@@ -66,7 +95,7 @@ def expert_slices(w: Tensor) -> Iterator[slice]:
 
 
 def _rescaled(w: Tensor, ratio: Tensor, block: tuple[int, int]) -> Tensor:
-    """``w`` times one ratio per block of rows and columns, rounded to e4m3."""
+    """Multiply ``w`` by one ratio per block and round to e4m3."""
     out = torch.empty(w.shape, dtype=w.dtype, device=w.device)
     height, width = block
     experts, rows, cols = w.shape

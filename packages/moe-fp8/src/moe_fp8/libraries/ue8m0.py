@@ -1,7 +1,7 @@
-"""Power-of-two scales as DeepGEMM reads them on sm_100: four exponents in a word, rows first.
+"""Power-of-two scales in DeepGEMM's sm_100 layout: four exponents per word, column-major.
 
-``words[r, c // 4]`` holds, from its low byte, the exponents of ``scale[r, c .. c + 3]``; a column's words lie next to
-each other, rows padded to a multiple of four (16 bytes: the TMA's grain).
+``words[r, c // 4]`` holds the exponents of ``scale[r, c .. c + 3]``, lowest byte first. Words are stored column-major,
+with rows padded to a multiple of four (16 bytes, the TMA's granularity).
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from torch import Tensor
 
 
 def packed_exponents(scale: Tensor, rows: int) -> Tensor:
-    """[E, rows, ceil(groups / 4)] int32 of ``scale`` [E, rows / n, groups], float32 powers of two or uint8 e8m0.
+    """Pack scales into DeepGEMM's exponent words.
 
-    Each row of scales stands for n rows of weights.
+    Args:
+        scale: [E, rows / n, groups], float32 powers of two or uint8 e8m0; each row of scales covers n rows of weights.
+        rows: number of weight rows.
+
+    Returns:
+        int32 [E, rows, ceil(groups / 4)].
     """
     exponents = scale if scale.dtype is torch.uint8 else (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     experts, grid, groups = exponents.shape

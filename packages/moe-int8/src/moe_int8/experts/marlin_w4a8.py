@@ -1,8 +1,8 @@
-"""Marlin-class kernels: int4 weights, repacked at load, with int8 activations (W4A8): standard and batched format.
+"""Marlin-class kernels: repacked int4 weights with int8 activations (W4A8), both formats.
 
-Activations are quantised and dequantised per token, and meet the codes as numbers of bfloat16: see
-``moe_core.kernels.gemm.marlin`` and ``moe_core.kernels.gemm.as_stored.qdq``.  Not with zero points: of rows whose
-values have one sign, rounding to bfloat16 would lose nearly as much as int8 does.
+Activations are quantized and dequantized per token, and multiplied with the codes in bfloat16: see
+``moe_core.kernels.gemm.marlin`` and ``moe_core.kernels.gemm.as_stored.qdq``. Zero points are not supported: for rows
+whose values have one sign, rounding to bfloat16 would lose nearly as much as int8 does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class MarlinW4A8Int8Experts(MarlinIntegerExperts):
-    """int4 weights that become numbers of bfloat16 in registers."""
+    """W4A8 with int4 weights dequantized to bfloat16 in registers."""
 
     claims = Claims(
         devices=(cuda(min=80),),

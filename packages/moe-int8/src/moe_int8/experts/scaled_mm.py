@@ -1,5 +1,4 @@
-"""What W8A8 and W4A8 share on `moe_core.kernels.gemm.fused.scaled_mm`: int8 activations, with zero points or
-without."""
+"""Shared base of W8A8 and W4A8 on `moe_core.kernels.gemm.fused.scaled_mm`."""
 
 from __future__ import annotations
 
@@ -11,7 +10,10 @@ from moe_core.api.experts import ScaledMMExperts
 
 
 class Int8ScaledMMExperts(ScaledMMExperts):
-    """int8 activations; with zero points, sums of the weights' rows are kept as ``w13_sums`` and ``w2_sums``."""
+    """int8 activations, optionally with zero points.
+
+    Zero points need the row sums of the weights, stored as ``w13_sums`` and ``w2_sums``.
+    """
 
     @property
     def zero_points(self) -> bool:
@@ -19,7 +21,7 @@ class Int8ScaledMMExperts(ScaledMMExperts):
 
     @property
     def supports_split_k(self) -> bool:
-        # the sums of rows are those of the whole k loop
+        # the row sums cover the whole mainloop
         return super().supports_split_k and not self.zero_points
 
     @property
@@ -28,7 +30,7 @@ class Int8ScaledMMExperts(ScaledMMExperts):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        # a scale and its zero point travel as one
+        # a scale and its zero point are stored as one word
         return torch.int64 if self.zero_points else torch.float32
 
     def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:

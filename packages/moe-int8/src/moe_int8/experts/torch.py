@@ -1,8 +1,9 @@
-"""Plain torch: any device, and the real path on a CPU.
+"""Plain torch: any device, and the production path on CPUs.
 
-Codes are multiplied as they are stored, in exact int32 sums (:mod:`moe_int8.exact`): nothing is dequantised where
-activations are int8.  With zero points, ``(q - z) w = q w - z sum(w)``; the sums over rows of codes are taken once,
-when the weights are converted.  Scales are applied to the products, in float32.
+Codes are multiplied as stored, with exact int32 sums (:mod:`moe_int8.exact`): nothing is dequantized if activations are
+int8. With zero points, ``(q - z) w = q w - z sum(w)``; the row sums of the codes are computed once, at conversion.
+Scales
+are applied to the products, in float32.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ _SUMS = {"w13": "w13_code_sums", "w2": "w2_code_sums"}
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Activations ``(values - zero_point) * scale``: int8 [R, K], float32 [R, 1], int32 [R, 1] or None."""
+    """Quantized activations ``(values - zero_point) * scale``.
+
+    Attributes:
+        values: int8 [R, K].
+        scale: float32 [R, 1].
+        zero_point: int32 [R, 1], or None.
+    """
 
     values: Tensor
     scale: Tensor
@@ -66,7 +73,15 @@ class Codes:
 
     @staticmethod
     def of(x: Tensor, desc: FusedMoEQuantDesc) -> Codes:
-        """``x`` [R, K] float32, quantised; ``desc``: where it is static, of one expert."""
+        """Quantize activations.
+
+        Args:
+            x: float32 [R, K].
+            desc: how to quantize; if static, the scales of one expert.
+
+        Raises:
+            TensorError: ``desc`` describes 16-bit activations.
+        """
         if desc.key is None:
             raise TensorError("activations in 16 bits have no codes")
         found = quantize_tensor(x, desc.key, scale=desc.scale, zero_point=desc.zero_point)
@@ -82,7 +97,7 @@ class Codes:
 
 
 class TorchInt8Experts(TorchExperts):
-    """int8 weights per channel with int8 or 16-bit activations, int4 weights per channel or group with int8 ones."""
+    """int8 weights with int8 or 16-bit activations, int4 weights with int8 activations."""
 
     claims = Claims(
         devices=(any_device(),),
@@ -134,7 +149,7 @@ class TorchInt8Experts(TorchExperts):
             return
 
         def hidden(expert: int, place: slice, codes: Codes | None) -> Tensor:
-            """Activated values [R, N] of one expert's rows."""
+            """Compute the activated values [R, N] of one expert's rows."""
             own = Codes.of(x[rows[place]], of_expert(quant.a1, expert)) if codes is None else codes[rows[place]]
             z = _product(own, weights, "w13", expert)
             if quant.w1_bias is not None:
@@ -144,7 +159,7 @@ class TorchInt8Experts(TorchExperts):
             return apply_moe_activation(self.config.activation, z, self.config.activation_params)
 
         def result(expert: int, place: slice, h: Tensor, codes: Codes) -> Tensor:
-            """Unweighted results [R, K] of one expert's hidden values."""
+            """Compute the unweighted results [R, K] of one expert's hidden values."""
             y = _product(codes, weights, "w2", expert)
             if quant.w2_bias is not None:
                 y += quant.w2_bias[expert].float()
@@ -159,7 +174,7 @@ class TorchInt8Experts(TorchExperts):
                 yield place, result(expert, place, h, Codes.of(h, of_expert(quant.a2, expert)))
         elif groups:
             first = Codes.of(x, quant.a1) if scale is None else Codes(x, scale, None)
-            # all experts' hidden values first: they are quantised in one go
+            # compute all experts' hidden values first, to quantize them in one call
             shape = (len(rows), self.config.intermediate_size)
             together = torch.empty(shape, dtype=torch.float32, device=x.device)
             for expert, place in groups:
@@ -170,7 +185,7 @@ class TorchInt8Experts(TorchExperts):
 
 
 def _product(x: Codes, weights: KernelWeights, name: str, expert: int) -> Tensor:
-    """Activations times one expert's w13 or w2, float32 [R, rows]."""
+    """Multiply activations by one expert's w13 or w2; float32 [R, rows]."""
     first = name == "w13"
     w = (weights.w13 if first else weights.w2)[expert]
     scale = weights.quant_config.w1_scale if first else weights.quant_config.w2_scale
@@ -182,7 +197,7 @@ def _product(x: Codes, weights: KernelWeights, name: str, expert: int) -> Tensor
 
 
 def _code_sums(weights: Tensor, scale: Tensor | None) -> Tensor:
-    """int32 [E, rows, groups]: sums of the codes of ``weights`` [E, rows, K] that share a scale [E, rows, groups]."""
+    """Sum the codes of ``weights`` [E, rows, K] that share a scale: int32 [E, rows, groups]."""
     if scale is None:
         raise TensorError("the weights' scale is missing")
     experts, rows, groups = scale.shape

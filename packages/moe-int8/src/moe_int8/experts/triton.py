@@ -1,11 +1,11 @@
-"""Triton, int8 weights with one scale per output channel, int8 activations (sm_80 and newer, gfx942, gfx950).
+"""Triton, per-channel int8 weights, int8 activations (sm_80+, gfx942, gfx950), both formats.
 
-Not sm_75, whose tensor cores could: Triton 3.6 to 3.9 compiles no product of int8 for it.
+sm_75 has int8 tensor cores but is not supported: Triton 3.6 to 3.9 cannot compile int8 products for it. On sm_90
+weights become block-major (`GroupedExperts.block_major`), elsewhere they keep the checkpoint's layout. Activations have
+one scale per token, one for all tokens (both computed at run time) or one per expert (static). Zero points are per
+token or per expert; they need the row sums of the weights.
 
-On sm_90 weights become block-major (`GroupedExperts.block_major`), elsewhere they stay as the checkpoint has them.
-Activations have one scale per token, one for all (both found at run time) or one per expert (static), and zero points
-per token or per expert; for these, sums of the weights' rows are kept.
-Standard and batched format.  ``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of.
+``moe_core.kernels.gemm.fused.scaled_mm`` describes the steps of a call.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _ACTIVATIONS = (
 
 
 class TritonInt8Experts(Int8ScaledMMExperts):
-    """INT8 per channel through the grouped GEMM of ``moe_core.kernels.gemm``."""
+    """Per-channel INT8 through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
-    #: two int32 accumulators beside scales, zero points and NaN flags (most: Triton 3.6, sm90, without a gate: 328)
+    #: two int32 accumulators next to scales, zero points and NaN flags (largest: 328, Triton 3.6, sm90, ungated)
     accepted_spills = (424, 424)
-    #: of both halves, with zero points (Triton 3.6, sm90)
+    #: spills of both halves, with zero points (Triton 3.6, sm90)
     accepted_lora_spills = 736
 
     claims = Claims(

@@ -1,8 +1,9 @@
-"""Triton, int4 weights with scales by channel or group, int8 activations (W4A8): standard and batched format.
+"""Triton, int4 weights with channel or group scales, int8 activations (W4A8), both formats.
 
-Two codes lie in a byte, which halves what the checkpoint's bytes take, and are unpacked in registers (sm_80 and newer);
-``kernels/int4.py`` says how.  Activations have one scale per token, and with the asymmetric key a zero point.
-``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of.
+Each byte holds two codes, half the checkpoint's size. They are unpacked in registers (sm_80 and newer), as
+``kernels/int4.py`` describes. Activations have one scale per token and, with the asymmetric key, a zero point.
+
+``moe_core.kernels.gemm.fused.scaled_mm`` describes the steps of a call.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _ACTIVATIONS = (kInt8DynamicTokenSym, kInt8DynamicTokenAsym)
 
 
 class TritonW4A8Int8Experts(Int8ScaledMMExperts):
-    """int4 weights that become int8 in registers."""
+    """W4A8 with int4 weights unpacked to int8 in registers."""
 
-    #: LoRA deltas added beside two accumulators: most on sm90 384
+    #: LoRA deltas are added next to two accumulators; the largest spill is 384 on sm90
     accepted_spills = (384, 384)
 
     claims = Claims(
@@ -115,7 +116,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale; -1: all of them."""
+        """Columns that share a scale; -1 for one scale per row."""
         if self.weight_key is None:
             raise TensorError("16-bit weights are not read here")
         return self.weight_key.group_size

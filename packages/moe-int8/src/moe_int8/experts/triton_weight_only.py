@@ -1,7 +1,7 @@
-"""Triton, int8 weights with one scale per output channel, 16-bit activations (W8A16): standard and batched format.
+"""Triton, per-channel int8 weights, 16-bit activations (W8A16), both formats.
 
-Weights are put into the order in which the registers of the tensor cores hold them when they are converted, and widened
-there (sm_80 and newer): see ``moe_core.kernels.gemm.marlin``.
+Conversion stores weights in tensor-core fragment order; they are dequantized in registers (sm_80 and newer): see
+``moe_core.kernels.gemm.marlin``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moe_core.api.experts import MarlinIntegerExperts
 
 
 class TritonInt8WeightOnlyExperts(MarlinIntegerExperts):
-    """INT8 weights that become numbers of the activations' type in registers."""
+    """W8A16 with int8 weights dequantized to the activations' dtype in registers."""
 
     claims = Claims(
         devices=(cuda(min=80),),

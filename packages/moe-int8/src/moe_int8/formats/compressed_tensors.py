@@ -1,6 +1,6 @@
-"""compressed-tensors (llm-compressor): ``int-quantized`` experts, and ``pack-quantized`` ones with int8 activations.
+"""compressed-tensors: ``int-quantized``, and ``pack-quantized`` with int8 activations.
 
-Per expert and projection, with ``weight_scale`` mostly bfloat16:
+Per expert and projection, with ``weight_scale`` usually bfloat16:
 
 ======  =================================  =============================  ======================================
 kind    codes                              ``weight_scale``               ``input_activations``
@@ -11,9 +11,9 @@ W4A8    ``weight`` int8 [N, K], -8 to 7    [N, 1], or [N, K/g] for        int8, 
                                            groups of g = 32, 64 or 128
 ======  =================================  =============================  ======================================
 
-Activations may have zero points (``symmetric`` false).  In the packed form the codes are ``weight_packed`` int32
-[N, ceil(K * bits / 32)], with 8 or 128 added, the lowest bits first.  Packed weights with 16-bit activations are the
-scheme wna16's.
+Activations may have zero points (``symmetric`` false). In packed form the codes are ``weight_packed`` int32
+[N, ceil(K * bits / 32)], with 8 or 128 added, the lowest bits first. The scheme wna16 reads packed weights with 16-bit
+activations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUPS = (32, 64, 128)
 
 
 class CompressedTensorsInt8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of compressed-tensors INT8; the module docstring describes the tensors."""
 
     name = "compressed-tensors int-quantized"
     quant_methods = ("compressed-tensors",)
@@ -55,7 +55,7 @@ def _storage(group: QuantGroup) -> Int8Storage | str:
 
 
 def _group_size(args: QuantArgs) -> int | str:
-    """Columns that share a scale, -1 for a whole channel; or why that is not read."""
+    """Return the columns per scale, -1 for a whole channel, or why it is not supported."""
     if args.strategy == "channel" or (args.strategy == "group" and args.group_size == -1):
         return -1
     if args.num_bits == 8:
@@ -68,7 +68,7 @@ def _group_size(args: QuantArgs) -> int | str:
 
 
 def _activation(args: QuantArgs) -> QuantKey | str:
-    """The activation key, or why there is none."""
+    """Return the activation key, or the reason why it is not supported."""
     if args.type == "int" and args.num_bits == 8 and args.strategy == "token" and args.dynamic is True:
         return kInt8DynamicTokenSym if args.symmetric else kInt8DynamicTokenAsym
     return f"{args.where} is {args}, expected dynamic int8 by token"

@@ -1,14 +1,14 @@
-"""How int8 and int4 experts and their scales lie in a checkpoint: checked, and brought into the canonical form.
+"""Storage of int8 and int4 experts and scales: validation and conversion to canonical form.
 
-Scales of channels become float32, exactly, one for each row where a tool has one for the matrix.  Scales of groups stay
-bfloat16 where they are; others become float32.  Both 4- and 8-bit codes are int8, one per byte.
+Channel scales become float32, exactly; a tool's per-matrix scale is repeated for each row. bfloat16 group scales stay
+bfloat16; others become float32. Both 4- and 8-bit codes are int8, one per byte.
 
-Gate and up read the same activations, so that static scales which differ between them are merged
+Gate and up read the same activations, so static scales that differ between them are merged
 (:func:`moe_int8.formats.static_inputs.shared_input`).
 
-Scales of weights may be negative: AutoRound gives a row's largest weight the code -128, whatever its sign.  They may be
-0 where the weights are 0 too; over other weights 0 is refused, since they can't be recovered.  A static activation
-scale must be greater than 0.
+Weight scales may be negative: AutoRound assigns the code -128 to a row's largest weight, whatever its sign. They may be
+0 if the weights are 0 too. A zero scale over other weights is refused, since they cannot be recovered. A static
+activation scale must be greater than 0.
 """
 
 from __future__ import annotations
@@ -62,10 +62,14 @@ _INTEGERS = (torch.int8, torch.int32, torch.int64, torch.int16)
 
 @dataclass(frozen=True)
 class Int8Storage(ExpertStorage):
-    """How one layer's int8 and int4 experts are quantised; see the base class.
+    """Quantization of one layer's int8 and int4 experts; see the base class.
 
-    - ``bits`` of a code, 8 or 4; ``group``: columns that share a scale, -1 for all of a row
-    - ``whole``: one scale for a whole matrix, instead
+    Attributes:
+        bits: bits per code, 8 or 4.
+        activation: quantization of the activations; None for 16-bit activations.
+        why: origin of these settings, for messages.
+        group: columns that share a scale, -1 for a whole row.
+        whole: one scale for a whole matrix instead.
     """
 
     bits: int
@@ -84,7 +88,7 @@ class Int8Storage(ExpertStorage):
         return Int8Layout(layer, self._key(layer), self.activation, self, stored[0] if stored else WEIGHTS[0])
 
     def _key(self, layer: LayerExperts) -> QuantKey:
-        """The canonical weights' key; scales of groups are bfloat16 where all of the layer's are."""
+        """Return the canonical weights' key; group scales are bfloat16 if all of the layer's are."""
         if self.bits == 8:
             return kInt8StaticChannelSym
         if self.group == -1:
@@ -99,7 +103,12 @@ class Int8Storage(ExpertStorage):
 
 @dataclass(frozen=True, eq=False)
 class Int8Layout(QuantizedLayout):
-    """How the layer's matrices and their scales lie.  ``weight``: suffix of the codes, in bytes or packed in words."""
+    """Layout of the layer's matrices and scales.
+
+    Attributes:
+        storage: quantization of the stored experts.
+        weight: suffix of the codes, which are bytes or packed words.
+    """
 
     storage: Int8Storage
     weight: str
@@ -192,7 +201,7 @@ class Int8Layout(QuantizedLayout):
         return found
 
     def _codes(self, projections: tuple[str, ...], cols: int) -> Asking[Tensor]:
-        """int8 codes [E, rows, cols]; of 4 bits, those that are no such code are refused."""
+        """Read int8 codes [E, rows, cols]; 4-bit codes out of range are refused."""
         layer, bits = self.layer, self.storage.bits
 
         def unpacked(stored: Tensor) -> Tensor:
@@ -224,7 +233,7 @@ class Int8Layout(QuantizedLayout):
     def _check_zero_points(
         self, points: Tensor, projections: tuple[str, ...], suffix: str, experts: Sequence[int]
     ) -> None:
-        """Zero points [E, projections] are codes."""
+        """Check that the zero points [E, projections] are valid codes."""
         bad = (points != points.round()) | (points < -128) | (points > 127)
         if bool(bad.any()):
             expert, projection = (int(i) for i in bad.nonzero()[0])
@@ -240,7 +249,7 @@ class Int8Layout(QuantizedLayout):
             )
 
     def _scale_shapes(self, rows: int, cols: int) -> list[tuple[int, ...]]:
-        """Shapes that a projection's scale may have, the usual one first."""
+        """Return the accepted shapes of a projection's scale, the usual one first."""
         if self.storage.whole:
             return [(), (1,), (1, 1)]
         if self.storage.group == -1:
@@ -248,7 +257,7 @@ class Int8Layout(QuantizedLayout):
         return [(rows, cols // self.storage.group)]
 
     def _static(self, projection: str) -> tuple[str | None, str | None]:
-        """Suffixes of the activations' static scale and zero point, as far as the key has them."""
+        """Return the suffixes of the static activation scale and zero point, None if unused."""
         activation, layer, why = self.activation_key, self.layer, self.storage.why
         if activation is None or not activation.is_static:
             return None, None
@@ -269,7 +278,7 @@ class Int8Layout(QuantizedLayout):
         static: tuple[str | None, str | None],
         experts: Sequence[int],
     ) -> None:
-        """No tensor is left out that would change the values."""
+        """Check that no tensor is ignored that would change the values."""
         layer = self.layer
         for suffix in layer.suffixes(projection):
             if suffix in (self.weight, "bias", scale, *static):

@@ -18,7 +18,7 @@ _ACTIVATIONS = {"W8A8_SQ_PER_CHANNEL": kInt8StaticTensorSym, "W8A16": None}
 
 
 class ModelOptInt8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of ModelOpt INT8; the module docstring describes the tensors."""
 
     name = "ModelOpt INT8"
     quant_methods = ("modelopt",)

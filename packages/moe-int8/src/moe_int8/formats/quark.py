@@ -1,9 +1,10 @@
 """AMD Quark: int8 weights per channel or per tensor.
 
 Per expert and projection ``weight`` int8 [N, K] and ``weight_scale``: [N] (``per_channel``) or one value
-(``per_tensor``).  ``input_tensors``: null leaves activations in 16 bits; static per tensor has ``input_scale`` and,
-where it is not symmetric, ``input_zero_point``; dynamic is per tensor or per token (which Quark calls ``per_channel``
-or ``per_token``).  Zero points are written for symmetric types too, where they are 0.
+(``per_tensor``). ``input_tensors``: null means 16-bit activations. Static per-tensor activations have an
+``input_scale``
+and, if asymmetric, an ``input_zero_point``. Dynamic ones are per tensor or per token (Quark calls it ``per_channel`` or
+``per_token``). Quark also writes zero points for symmetric types, where they are 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moe_int8.formats.int8_layout import Int8Storage
 
 
 class QuarkInt8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of Quark INT8; the module docstring describes the tensors."""
 
     name = "Quark INT8"
     quant_methods = ("quark",)
@@ -51,7 +52,7 @@ class QuarkInt8Format(QuantizedFormat):
 
 
 def _activation(inputs: QuarkArgs) -> QuantKey | str:
-    """The activation key, or why there is none."""
+    """Return the activation key, or the reason why it is not supported."""
     scheme, symmetric = inputs.scheme, inputs.symmetric
     if inputs.dtype != "int8":
         return f"{inputs.where}: dtype is {inputs.dtype!r}, expected 'int8'"

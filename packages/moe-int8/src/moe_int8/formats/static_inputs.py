@@ -1,4 +1,4 @@
-"""Static scales and zero points of activations that gate and up read together."""
+"""Static scales and zero points of activations that gate and up share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from torch import Tensor
 
 
 def shared_input(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One scale [E] (and zero point [E] int32) of several projections' ``scale`` and ``zero_point`` [E, P].
+    """Merge the static scales and zero points of several projections.
 
-    Where they agree, theirs; otherwise of the smallest range that holds all of theirs, so that none clips: symmetric,
-    that is the largest scale.
+    Equal ones are kept. Otherwise the result covers the smallest range that contains all of theirs, so that none clips.
+    For
+    symmetric quantization this is the largest scale.
+
+    Args:
+        scale: [E, P], one per projection.
+        zero_point: [E, P], or None for symmetric quantization.
+
+    Returns:
+        The scale [E] and the zero point int32 [E], or None.
     """
     if zero_point is None:
         return scale.amax(dim=1), None

@@ -1,8 +1,9 @@
-"""SGLang's ``quant_method: w8a8_int8``: int8 by channel, with activations that are quantised per token at run time.
+"""SGLang's ``quant_method: w8a8_int8``: int8 per channel, activations quantized per token.
 
-Per expert and projection ``weight`` int8 [N, K] and ``weight_scale`` [N, 1], mostly float32.  ``is_dynamic`` decides on
-Ascend devices alone; whatever it says, SGLang's kernels for GPUs quantise each token by a scale of its own.  Static
-scales of activations, which Ascend's tools write, come with offsets, and are refused for these.
+Per expert and projection ``weight`` int8 [N, K] and ``weight_scale`` [N, 1], usually float32. ``is_dynamic`` only
+matters
+on Ascend devices: SGLang's GPU kernels always use one scale per token. Static activation scales, which Ascend's tools
+write, come with offsets and are refused because of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moe_int8.formats.int8_layout import Int8Storage
 
 
 class SglangInt8Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of SGLang's W8A8 INT8; the module docstring describes the tensors."""
 
     name = "SGLang W8A8 INT8"
     quant_methods = ("w8a8_int8",)

@@ -1,15 +1,16 @@
-"""int4 weights that become int8 in registers, for products with int8 activations (W4A8).
+"""int4 weights unpacked to int8 in registers, for products with int8 activations (W4A8).
 
     weights       uint8 [E, rows, bytes], two codes of -8 .. 7 in a byte, in the order of `moe_int8.layout.pack_int4`
     scales        by channel float32 [E, rows, 1]; by group float32 [E, groups, rows]
-    activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.scaled_mm` quantises them
+    activations   int8 [M, K padded to whole steps], as `moe_int8.kernels.scaled_mm` quantizes them
 
-A code in the upper half of a byte is 16 times as much as int8, sign included: an AND takes the upper codes of four
-bytes at a time, a shift and an AND the lower ones, and 1 / 16 goes into the scale.  A step of 2 P columns lies in P
-bytes, the first P columns in the lower codes: both halves meet a tile of the activations that is read as it lies.
-Sums of codes are exact in int32: 16 * 8 is the 128 of `moe_int8.kernels.scaled_mm`.
+A code in the upper half of a byte, read as int8, is 16 times the code, sign included. An AND extracts the upper codes
+of four bytes at a time, a shift and an AND the lower ones; the factor 1 / 16 is folded into the scale. A step of 2 P
+columns takes P bytes, with the first P columns in the lower codes, so both halves are multiplied with contiguous
+activation tiles.
 
-With scales by group each group's sum is scaled and added in float32.
+Sums of codes are exact in int32: 16 * 8 is the 128 of `moe_int8.kernels.scaled_mm`. With group scales, each group's sum
+is scaled and added in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from moe_core.api.kernels import (
 
 from moe_int8.kernels.scaled_mm import INT8, INT8_ZERO, open_sums, scale_acc_zero
 
-# groups of a step, 1 or 2; 0: a row has one scale.  Set by `specialize`
+# groups per step, 1 or 2; 0: one scale per row. Set by `specialize`
 GROUPS = tl.constexpr(0)
 
 _UNPACK = tl.constexpr(
@@ -51,7 +52,7 @@ _UNPACK = tl.constexpr(
 
 @triton.jit
 def unpack(words):
-    """(lower, upper) codes of uint8, as int8 numbers 16 times as large."""
+    """Unpack the (lower, upper) codes of uint8 bytes as int8 numbers, 16 times as large."""
     if INTERPRET:
         wide = words.to(tl.int32)
         return (wide << 4).to(tl.int8), (wide & 0xF0).to(tl.int8)
@@ -61,8 +62,11 @@ def unpack(words):
 
 @triton.jit
 def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """b_args = (bytes, scales [E, groups, rows], bytes' strides per expert, row and step, scales' per expert, -, per
-    group).
+    """Open int4 weights with group scales.
+
+    b_args = (bytes, scales [E, groups, rows], byte strides per expert, row and step, scale stride per expert, -, scale
+    stride
+    per group).
     """
     words, scales, stride_e, stride_n, _, scale_e, _, scale_g = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
@@ -72,7 +76,10 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K / 2] of bytes, and the scales [BLOCK_N] of each group; rows are padded to whole steps."""
+    """Load a tile [BLOCK_N, BLOCK_K / 2] of bytes and each group's scales [BLOCK_N].
+
+    Rows are padded to whole steps.
+    """
     scales = ()
     for i in tl.static_range(GROUPS):
         scales += (tl.load(state[2] + (GROUPS * k + i) * state[4]),)
@@ -82,7 +89,7 @@ def load_packed(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + 16 a @ b.T, int32; with groups the sums of each, times its scales, in float32."""
+    """Compute acc + 16 a @ b.T in int32; with groups, scale each group's sum and add in float32."""
     low, high = unpack(b)
     if GROUPS == 0:
         acc = multiply_codes(acc, a[0], 0.0, low, 0.0, SWAP_AB)
@@ -99,25 +106,27 @@ def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _scaled(sums, scale, SWAP_AB: tl.constexpr):
-    """int32 sums in float32, times a scale for each channel."""
+    """Convert int32 sums to float32 and multiply by a scale per channel."""
     return sums.to(tl.float32) * as_row(scale, SWAP_AB)
 
 
-#: tiles of the columns in lower and in upper codes, quantised in registers
+#: activation tiles for the lower and the upper codes, quantized in registers
 _LOAD_UNQUANTIZED = specialize(LOAD_PARTS[2], load_values=load_unquantized)
 _OPEN_GROUPS_SUMS = specialize(open_sums, open_weights=open_groups)
 _SCALE_ACC_ZERO = specialize(scale_acc_zero, scale_acc=scale_acc_tokens)
-#: load_b and multiply by groups of a step
+#: load_b and multiply, keyed by groups per step
 _GROUPS = {
     groups: (specialize(load_packed, GROUPS=groups), specialize(multiply, GROUPS=groups)) for groups in (0, 1, 2)
 }
 
 
 def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
-    """For groups of 32, 64 or 128 columns, or -1 for scales by channel.
+    """Build the GEMM functions for a group size.
 
-    With ``zero_points`` operands end with the sums of the weights' rows: int32, times 16 (by channel) or float32,
-    scaled (by group).
+    Args:
+        group_size: 32, 64 or 128 columns, or -1 for channel scales.
+        zero_points: operands end with the row sums of the weights: int32, times 16 (channel scales), or scaled float32
+            (group scales).
     """
     load_weights, multiplied = _GROUPS[0 if group_size == -1 else 1 if group_size == 128 else 2]
     base = INT8_ZERO if zero_points else INT8

@@ -1,1 +1,1 @@
-"""Backends: one file each, readable alone from claims to apply."""
+"""Backends, one self-contained file each, from claims to apply."""

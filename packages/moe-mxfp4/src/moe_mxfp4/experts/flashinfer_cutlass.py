@@ -1,10 +1,11 @@
-"""FlashInfer's `cutlass_fused_moe` with MXFP4 weights: bfloat16 activations on sm_90, MXFP8 on the sm_100 family.
+"""FlashInfer's `cutlass_fused_moe` with MXFP4 weights: bf16 on sm_90, MXFP8 on sm_100.
 
-The call is that of `moe_core.kernels.libraries.flashinfer_cutlass`.  K and N are padded with zeros to multiples of 128.
+Activations are bfloat16 on sm_90 and MXFP8 on the sm_100 family. `moe_core.kernels.libraries.flashinfer_cutlass` makes
+the call. K and N are zero-padded to multiples of 128.
 
-    sm_90   codes are packed and scales folded as `moe_mxfp4.libraries.hopper_layout` says
-    sm_100  codes keep their order, and scales lie in tiles of 128 rows and 4 columns; x is quantised before the call,
-            the activated values inside it
+    sm_90   codes are packed and scales folded as in `moe_mxfp4.libraries.hopper_layout`
+    sm_100  codes keep their order, scales are stored in tiles of 128 rows and 4 columns; x is quantized before the
+            call, the activated values inside it
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def _claims(notes: str, **own: Any) -> Claims:
 
 
 class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
-    """What both kinds of activations share."""
+    """Shared base of the CUTLASS backends for bfloat16 and MXFP8 activations."""
 
-    #: the library's name for the kind of scales
+    #: the library's option for this type of scales
     flag: ClassVar[str]
 
     @classmethod
@@ -71,12 +72,20 @@ class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
     @staticmethod
     @abstractmethod
     def packed(w: Tensor) -> Tensor:
-        """Codes [E, rows, columns / 2] in the library's order: the same shape."""
+        """Reorder codes [E, rows, columns / 2] for the library; the shape is unchanged.
+
+        Args:
+            w: uint8 codes [E, rows, columns / 2].
+        """
 
     @staticmethod
     @abstractmethod
     def folded(scale: Tensor) -> Tensor:
-        """Scales [E, rows, columns / 32] in the library's order."""
+        """Reorder scales [E, rows, columns / 32] for the library.
+
+        Args:
+            scale: e8m0 scales [E, rows, columns / 32].
+        """
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         w13_scale, w2_scale = weights.weight_scales
@@ -95,7 +104,10 @@ class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
         )
 
     def _converted(self, w: Tensor, rows: int, width: int, *, gated: bool = False) -> Tensor:
-        """Codes [E, R, W] as the library reads them, [E, rows, width] (twice the rows, up first, of gate and up)."""
+        """Pad codes [E, R, W] to [E, rows, width] and reorder them for the library.
+
+        Gated weights have twice the rows, up first.
+        """
 
         def step(given: Tensor, target: Tensor) -> None:
             target.copy_(self.packed(_padded(given, rows, width, gated=gated)))
@@ -104,7 +116,7 @@ class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
 
 
 class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
-    """bfloat16 activations, on sm_90."""
+    """CUTLASS backend for MXFP4 weights with bfloat16 activations, on sm_90."""
 
     claims = _claims(
         "the scale 2^-127 counts as 0; layouts are compared with what FlashInfer's sources write",
@@ -150,7 +162,7 @@ class FlashInferCutlassMxfp4Bf16Experts(FlashInferCutlassMxfp4Experts):
 
 
 class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
-    """MXFP8 activations, on the sm_100 family."""
+    """CUTLASS backend for MXFP4 weights with MXFP8 activations, on the sm_100 family."""
 
     claims = _claims(
         "calls are bound against FlashInfer's signatures, and layouts compared with its helpers",
@@ -193,6 +205,6 @@ class FlashInferCutlassMxfp4Mxfp8Experts(FlashInferCutlassMxfp4Experts):
 
 
 def _padded(tensor: Tensor, rows: int, width: int, *, gated: bool = False) -> Tensor:
-    """Codes or scales [E, R, W] with zeros below and beside each matrix; of gate and up, up first."""
+    """Zero-pad codes or scales [E, R, W] of each matrix; if gated, put up first."""
     wide = pad_matrices(tensor, rows, width, parts=2 if gated else 1)
     return swap_halves(wide) if gated else wide

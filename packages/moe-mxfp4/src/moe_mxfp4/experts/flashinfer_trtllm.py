@@ -1,13 +1,13 @@
-"""FlashInfer's TRTLLM kernels for MXFP4 weights on the sm_100 family, with bfloat16 or MXFP8 activations.
+"""FlashInfer's TRTLLM kernels for MXFP4 weights on sm_100, bfloat16 or MXFP8 activations.
 
-The call is that of `moe_core.kernels.libraries.trtllm_experts`, its layout that of
-`moe_core.kernels.libraries.trtllm_layout`:
+`moe_core.kernels.libraries.trtllm_experts` makes the call, `moe_core.kernels.libraries.trtllm_layout` defines the
+layout:
 
-- up and gate rows come in turns, shuffled for a tile of 128; float32 biases lie as their rows do
-- scales follow their rows into tiles of 128 rows and 4 columns
-- K is padded with zeros to a multiple of 256, N to one of 128; the output is as narrow as the layer
+- Up and gate rows are interleaved and shuffled for a tile of 128; float32 biases follow the same order.
+- Scales follow the rows, in tiles of 128 rows and 4 columns.
+- K is zero-padded to a multiple of 256, N to a multiple of 128; the output has the layer's width.
 
-MXFP8: x is quantised before the call, the activated values inside it.
+With MXFP8 activations, x is quantized before the call and the activated values inside it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from moe_mxfp4.groups import GROUP
 from moe_mxfp4.libraries import FLASHINFER
 from moe_mxfp4.padding import PaddedExperts, round_up
 
-#: value of flashinfer.tllm_enums.SfLayout: scales of x lie row by row
+#: value of flashinfer.tllm_enums.SfLayout: scales of x are row-major
 LAYOUT_LINEAR = 2
 
 _CLAIMS = trtllm_claims(
@@ -61,7 +61,7 @@ _CLAIMS = trtllm_claims(
 
 
 class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
-    """What both classes share."""
+    """Shared base of both TRTLLM MXFP4 backends."""
 
     function = "trtllm_fp4_block_scale"
 
@@ -100,14 +100,14 @@ class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
         w13_scale, w2_scale = quant.weight_scales
         return {
             "gemm1_weights": weights.w13,
-            # the library tells what scales are from how many there are; the dtype is that of all it knows
+            # the library infers the type of scales from their number; it expects this dtype for all types
             "gemm1_weights_scale": w13_scale.view(torch.float8_e4m3fn),
             "gemm1_bias": quant.w1_bias,
             "gemm2_weights": weights.w2,
             "gemm2_weights_scale": w2_scale.view(torch.float8_e4m3fn),
             "gemm2_bias": quant.w2_bias,
             "activation_type": self.activation_type,
-            # none of these has a default
+            # these arguments have no defaults
             **trtllm_activation_arguments(weights.extra),
             "output1_scale_scalar": None,
             "output1_scale_gate_scalar": None,
@@ -128,7 +128,7 @@ class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
 
 
 class TrtLlmMxfp4ExpertsMonolithic(TrtLlmRouting, TrtLlmMxfp4Experts):
-    """A call with router logits."""
+    """TRTLLM MXFP4, called with router logits."""
 
     claims = replace(
         _CLAIMS,
@@ -138,6 +138,6 @@ class TrtLlmMxfp4ExpertsMonolithic(TrtLlmRouting, TrtLlmMxfp4Experts):
 
 
 class TrtLlmMxfp4ExpertsModular(TrtLlmRouted, TrtLlmMxfp4Experts):
-    """A call with ids and router weights."""
+    """TRTLLM MXFP4, called with expert ids and router weights."""
 
     claims = replace(_CLAIMS, max_experts=TRTLLM_MAX_LOCAL_EXPERTS)

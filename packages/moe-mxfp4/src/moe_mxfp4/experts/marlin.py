@@ -1,8 +1,8 @@
-"""Marlin-class kernels: e2m1 weights, repacked at load, with 16-bit activations, or with quantised ones.
+"""Marlin-class kernels: repacked e2m1 weights with 16-bit or quantized activations.
 
-Codes are put into the order in which the registers of the tensor cores hold them, and widened there, so that no FP4
-hardware is needed (sm_80 and newer): see ``moe_core.kernels.gemm.marlin``.  Quantised activations are dequantised at
-once, and meet the weights as numbers of bfloat16 (`moe_core.kernels.gemm.as_stored.qdq`).
+Weight codes are stored in tensor-core fragment order and dequantized in registers, so no FP4 hardware is needed (sm_80
+and newer): see ``moe_core.kernels.gemm.marlin``. Quantized activations are dequantized immediately and multiplied with
+the weights in bfloat16 (`moe_core.kernels.gemm.as_stored.qdq`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 class _MarlinMxfp4Experts(MarlinExperts):
-    """The computation, in both formats."""
+    """Implementation for both activation formats."""
 
     def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
         from moe_mxfp4.marlin_layout import convert_e2m1
@@ -60,7 +60,7 @@ class _MarlinMxfp4Experts(MarlinExperts):
 
 
 class MarlinMxfp4Experts(_MarlinMxfp4Experts):
-    """Standard format."""
+    """Marlin-class weight-only MXFP4, standard format."""
 
     claims = Claims(
         devices=(cuda(min=80),),
@@ -77,7 +77,7 @@ class MarlinMxfp4Experts(_MarlinMxfp4Experts):
 
 
 class BatchedMarlinMxfp4Experts(_MarlinMxfp4Experts):
-    """Batched format."""
+    """Marlin-class weight-only MXFP4, batched format."""
 
     claims = Claims(
         devices=(cuda(min=80),),
@@ -93,7 +93,10 @@ class BatchedMarlinMxfp4Experts(_MarlinMxfp4Experts):
 
 
 class MarlinMxfp4QdqExperts(_MarlinMxfp4Experts):
-    """Quantised activations, both formats; not for sm_100, whose tensor cores multiply MXFP8 ones with e2m1."""
+    """Marlin-class MXFP4 with quantized activations, both formats.
+
+    Not for sm_100, whose tensor cores multiply MXFP8 activations with e2m1 weights directly.
+    """
 
     claims = Claims(
         devices=(cuda(min=80, max=99), cuda(min=120)),

@@ -1,8 +1,9 @@
-"""Marlin-class kernels: e2m1 weights, repacked at load, with e4m3 activations (sm_89 and newer).
+"""Marlin-class kernels: repacked e2m1 weights with e4m3 activations (sm_89+), both formats.
 
-Weights become e4m3 in registers, so that FP8 tensor cores multiply, at twice the rate of 16-bit ones.  Activations have
-one scale per token, found at run time, or one per expert (static).  Standard and batched format.
-``moe_core.kernels.gemm.fused.scaled_mm`` says what a call consists of, ``kernels/e4m3.py`` how weights are widened.
+Weights are converted to e4m3 in registers and multiplied on FP8 tensor cores, at twice the 16-bit rate. Activations
+have one scale per token, computed at run time, or one per expert (static).
+
+``moe_core.kernels.gemm.fused.scaled_mm`` describes the steps of a call, ``kernels/e4m3.py`` the conversion of weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ACTIVATIONS = (kFp8DynamicTokenSym, kFp8StaticTensorSym)
 
 
 class MarlinMxfp4Fp8Experts(ScaledMMExperts):
-    """MXFP4 weights, FP8 activations."""
+    """MXFP4 weights converted to e4m3 in registers, with FP8 activations."""
 
     claims = Claims(
         devices=(cuda(min=89),),

@@ -1,17 +1,17 @@
-"""OpenAI's `triton_kernels` on sm_90: MXFP4 weights with bfloat16 activations, as gpt-oss came with.
+"""OpenAI's `triton_kernels` on sm_90: MXFP4 weights with bfloat16 activations.
 
-The library computes the two grouped products; sorting and the sum over top-k are core's, so that routing, ids and
-expert maps are as everywhere:
+The library was released with gpt-oss. It computes the two grouped GEMMs. Sorting and the top-k reduction are
+moe-core's, so routing, ids and expert maps work as in other backends:
 
     sort      pairs by expert                             expert e: rows offsets[e] to offsets[e + 1]
     product   h = act(x[token] w13^T + b13)               rows gathered on the way
     product   y = h w2^T + b2                             out[token] = sum over slots of weight * y
 
-The library's SwiGLU, with 1 added to up, goes with the first product: gate and up rows come in turns then.  Other
-activations are core's, in a launch between the two.
+The library's SwiGLU, which adds 1 to up, is fused into the first GEMM; gate and up rows are then interleaved. Other
+activations run in moe-core's kernel between the two GEMMs.
 
-Codes and scales are swizzled as `moe_mxfp4.libraries.hopper_layout` says; biases are float32.  N is padded with zeros
-to a multiple of 64, and scales to whole steps of 128 columns, since the library reads them to the end.
+Codes and scales are swizzled as in `moe_mxfp4.libraries.hopper_layout`; biases are float32. N is zero-padded to a
+multiple of 64, and scales to whole steps of 128 columns, since the library reads whole steps.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from moe_mxfp4.libraries.hopper_layout import swizzled_scales, swizzled_weights
 from moe_mxfp4.libraries.oai_triton import load_triton_kernels
 from moe_mxfp4.padding import PaddedExperts, round_up
 
-#: columns of one step of the library's loop
+#: columns per mainloop step of the library
 STEP = 128
-#: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
+#: tile height for sorting pairs: arbitrary, since the library splits experts into tiles itself
 _TILE = 64
 
 
 class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
-    """Two calls of ``matmul_ogs``."""
+    """MXFP4 layer as two calls of ``matmul_ogs``."""
 
     claims = Claims(
         devices=(cuda(min=90, max=90),),
@@ -84,7 +84,7 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
 
     @staticmethod
     def library() -> Any:
-        """What is called of the library, imported on first use."""
+        """Return the library's functions, imported on first use."""
         return load_triton_kernels()
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
 
     @property
     def fuses(self) -> bool:
-        """Whether the activation is the library's own."""
+        """Whether the library's fused SwiGLU computes the activation."""
         return self.config.activation is MoEActivation.SWIGLUOAI and self.config.params.beta == 1.0
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
@@ -124,13 +124,21 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
         )
 
     def operand(self, name: str, weights: KernelWeights) -> dict[str, Any]:
-        """The arguments of ``matmul_ogs`` that hold the matrix ``name``, w13 or w2: ``w``, its scales and its bias."""
+        """Return the ``matmul_ogs`` arguments of a matrix: ``w``, its scales and its bias.
+
+        Args:
+            name: "w13" or "w2".
+            weights: converted weights.
+
+        Raises:
+            TensorError: the scale is missing.
+        """
         calls, experts, (rows, cols) = self._calls, self.config.local_experts, self._shapes[name]
         quant = weights.quant_config
         codes, desc = (weights.w13, quant.w1) if name == "w13" else (weights.w2, quant.w2)
         if desc.scale is None:
             raise TensorError(f"the scale of {name} is missing")
-        # the library's matrices have their columns first
+        # the library's matrices are column-major
         values = calls.HopperMXValueLayout([experts, cols // 2, rows], mx_axis=1)
         scales = calls.HopperMXScaleLayout([experts, cols // GROUP, rows], mx_axis=1, num_warps=_warps(rows))
         return {
@@ -140,19 +148,32 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
         }
 
     def product(self, name: str, x: Tensor, out: Tensor, weights: KernelWeights, **rows: Any) -> None:
-        """``out`` [P, rows of the matrix] of ``x``, for rows by expert as ``rows`` says."""
+        """Multiply ``x`` by a matrix, for rows grouped by expert.
+
+        Args:
+            name: "w13" or "w2".
+            x: activations.
+            out: result [P, rows of the matrix].
+            weights: converted weights.
+            rows: ``matmul_ogs`` arguments that assign rows to experts.
+        """
         self._calls.matmul_ogs(x=x, y=out.unsqueeze(0), **self.operand(name, weights), **rows)
 
     @property
     def activation(self) -> Any:
-        """SwiGLU behind the first product, with the config's alpha and limit."""
+        """SwiGLU fused into the first GEMM, with the config's alpha and limit."""
         calls, params = self._calls, self.config.params
         limit = None if params.limit in (None, float("inf")) else params.limit
         specs = calls.FnSpecs("swiglu", calls.swiglu_fn, ("alpha", "limit"))
         return calls.FusedActivation(specs, (params.alpha, limit), 2)
 
     def routing(self, pairs: Tensor, counts: Tensor) -> dict[str, Any]:
-        """The arguments of ``matmul_ogs`` that say which rows are whose: ``counts`` [E] int32 of ``pairs`` [P]."""
+        """Return the ``matmul_ogs`` arguments that assign rows to experts.
+
+        Args:
+            pairs: [P], (token, expert) pairs sorted by expert.
+            counts: int32 [E], pairs per expert.
+        """
         calls, experts = self._calls, self.config.local_experts
         data = calls.compute_expt_data(counts, experts, pairs.numel())
         return {"routing_data": calls.RoutingData(None, counts, experts, self.config.top_k, expt_data=data)}
@@ -213,12 +234,12 @@ def _matrix(flat: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _warps(rows: int) -> int:
-    """Warps that multiply: of 8, each takes 32 rows of a tile, of which there are 256."""
+    """Return the warps of the MMA: 8 warps cover 32 rows each of a 256-row tile."""
     return 8 if rows > 128 else 4
 
 
 def _swizzled(w: Tensor, rows: int, cols: int, *, parts: int = 1, turns: bool = False) -> Tensor:
-    """Codes [E, R, C / 2] as the library reads them: [E, rows / 4, 2 cols]."""
+    """Swizzle codes [E, R, C / 2] to the library's [E, rows / 4, 2 cols]."""
 
     def step(given: Tensor, target: Tensor) -> None:
         target.copy_(swizzled_weights(_padded(given, rows, cols // 2, parts, turns)))
@@ -233,6 +254,6 @@ def _swizzled_scale(scale: Tensor, rows: int, cols: int, *, parts: int = 1, turn
 
 
 def _padded(tensor: Tensor, rows: int, width: int, parts: int, turns: bool) -> Tensor:
-    """[E, rows, width] of ``parts`` stacked matrices, each with zeros below and beside; ``turns``: rows in turns."""
+    """Zero-pad ``parts`` stacked matrices to [E, rows, width]; ``turns`` interleaves rows."""
     wide = pad_matrices(tensor, rows // parts, width, parts=parts)
     return interleave_halves(wide) if turns else wide

@@ -1,6 +1,6 @@
-"""Plain torch: any device, and the real path on a CPU.
+"""Plain torch: any device, and the production path on CPUs.
 
-Weights stay as the checkpoint has them; a block of rows at a time is dequantised to float32 for its matrix product.
+Weights stay as the checkpoint stores them. One block of rows at a time is dequantized to float32 for its product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_mxfp4.keys import ACTIVATIONS
 
 
 class TorchMxfp4Experts(TorchExperts):
-    """Every key of the scheme; quantised activations are what their quantiser makes of them, multiplied in float32."""
+    """Every key of the scheme; quantized activations are dequantized and multiplied in float32."""
 
     claims = Claims(
         devices=(any_device(),),

@@ -1,10 +1,11 @@
-"""Triton, MXFP4 weights with 16-bit or quantised activations.
+"""Triton, MXFP4 weights with 16-bit or quantized activations, both formats.
 
-Weights are read as stored: the checkpoint's codes become numbers in registers, by plain Triton operations; scales are
-turned once, so that those of a step lie together.  Every key of the scheme, standard and batched format.
-``moe_core.kernels.gemm.fused.layer`` says what a call consists of, ``kernels/e2m1.py`` how exact its products are.
-Quantised activations multiply as bfloat16 numbers, which hold e4m3 and e2m1 times a power of two; where tensor cores
-multiply codes with their scales (sm_100 and its family, gfx950), MXFP8 ones stay codes.
+Weights keep the checkpoint's layout and are dequantized in registers by plain Triton operations. Scales are transposed
+once, so that those of a step are contiguous. Every key of the scheme is supported.
+
+``moe_core.kernels.gemm.fused.layer`` describes the steps of a call, ``kernels/e2m1.py`` the exactness of its products.
+Quantized activations are multiplied in bfloat16, which represents e4m3 and e2m1 times a power of two. On GPUs with
+block-scaled MMA (sm_100 family, gfx950), MXFP8 activations stay codes.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 
 class TritonMxfp4Experts(GroupedExperts):
-    """e2m1 codes that become numbers in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
+    """MXFP4 dequantized in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "as_stored"
-    #: scales of each step beside the product; masks of odd sizes
+    #: each step's scales next to the product; masks of odd sizes
     accepted_spills = (192, 320)
 
     claims = Claims(
@@ -84,17 +85,17 @@ class TritonMxfp4Experts(GroupedExperts):
         )
 
     def _codes(self, codes: Tensor, scale: Tensor, columns: int) -> Tensor:
-        """As the kernel reads them."""
+        """Return the codes in the kernel's form."""
         return without_small_groups(codes, scale, columns, LARGEST_SCALED) if self.scaled else as_words(codes)
 
     @property
     def scaled(self) -> bool:
-        """Whether tensor cores multiply codes with their scales."""
+        """Whether the tensor cores multiply codes with their scales."""
         return self.activation_key == kMxfp8Dynamic and has_scaled_units(self.device_info)
 
     @property
     def short_steps(self) -> bool:
-        """Whether no tensor core multiplies, so that a step of the k loop has 32 columns."""
+        """Whether no tensor core is used, so that a mainloop step has 32 columns."""
         return self.config.dtype is torch.float32 and self.activation_key is None
 
     @cached_property

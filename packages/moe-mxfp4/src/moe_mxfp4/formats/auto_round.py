@@ -1,9 +1,8 @@
-"""AutoRound's MXFP4: ``quant_method`` "auto-round" with ``data_type: mx_fp`` and 4 bits.
+"""AutoRound MXFP4: ``quant_method`` "auto-round" with ``data_type: mx_fp`` and 4 bits.
 
-Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes in a byte, the even column low, and
-``weight_scale`` uint8 [N, K/32], e8m0.  ``act_bits`` 16 leaves activations in 16 bits, 8 is MXFP8, 4 is MXFP4, both
-with scales that are rounded down, for ``act_data_type`` mx_fp_rceil up.
-``extra_config`` has other settings for some layers.
+Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes per byte, the even column low, and
+``weight_scale`` uint8 [N, K/32], e8m0. ``act_bits`` 16 means 16-bit activations, 8 MXFP8 and 4 MXFP4. Activation scales
+are rounded down, or up if ``act_data_type`` is mx_fp_rceil. ``extra_config`` overrides settings for individual layers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 
 
 class AutoRoundMxfp4Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of AutoRound's MXFP4; the module docstring describes the tensors."""
 
     name = "AutoRound MXFP4"
     quant_methods = ("auto-round", "intel/auto-round")

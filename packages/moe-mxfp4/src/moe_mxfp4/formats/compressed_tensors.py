@@ -1,7 +1,7 @@
 """compressed-tensors (llm-compressor): ``mxfp4-pack-quantized`` experts.
 
-Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes in a byte, the even column low, ``weight_scale``
-uint8 [N, K/32], e8m0, and for gpt-oss ``bias`` [N].  ``input_activations``:
+Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes per byte, the even column low, ``weight_scale``
+uint8 [N, K/32], e8m0, and for gpt-oss ``bias`` [N]. ``input_activations``:
 
 ==============================================  ==============================================
 null                                            16-bit activations (MXFP4A16)
@@ -31,7 +31,7 @@ from moe_core.api.formats import LayerExperts, QuantArgs, QuantizedFormat, quant
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP
 
-#: (bits, strategy, group size, e8m0 scales, dynamic) of the activations that are read
+#: (bits, strategy, group size, e8m0 scales, dynamic) of the supported activations
 _ACTIVATIONS: dict[tuple[int, str, int | None, bool, bool], QuantKey] = {
     (4, "group", GROUP, True, True): kMxfp4DynamicEven,
     (8, "group", GROUP, True, True): kMxfp8Dynamic,
@@ -42,7 +42,7 @@ _ACTIVATIONS: dict[tuple[int, str, int | None, bool, bool], QuantKey] = {
 
 
 class CompressedTensorsMxfp4Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of compressed-tensors MXFP4; the module docstring describes the tensors."""
 
     name = "compressed-tensors mxfp4-pack-quantized"
     quant_methods = ("compressed-tensors",)
@@ -65,12 +65,12 @@ class CompressedTensorsMxfp4Format(QuantizedFormat):
 
 
 def _exponents(args: QuantArgs) -> bool:
-    """Whether scales are e8m0 exponents; 4 bits in groups of 32 have no others."""
+    """Return whether scales are e8m0 exponents, the only ones for 4 bits in groups of 32."""
     return args.scale_dtype == "torch.uint8" or (args.scale_dtype is None and args.num_bits == 4)
 
 
 def _activation(args: QuantArgs) -> QuantKey | str:
-    """The activation key, or why there is none."""
+    """Return the activation key, or the reason why it is not supported."""
     size = args.group_size if args.strategy == "group" else None
     kind = (args.num_bits, args.strategy, size, _exponents(args), args.dynamic is True)
     found = _ACTIVATIONS.get(kind) if args.dynamic in (True, False) else None

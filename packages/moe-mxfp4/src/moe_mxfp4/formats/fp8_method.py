@@ -1,17 +1,17 @@
-"""``quant_method: fp8`` of a model whose experts are MXFP4 all the same: DeepSeek-V4, MiMo.
+"""MXFP4 experts in models with ``quant_method: fp8``: DeepSeek-V4, MiMo.
 
-Per expert and projection, beside attention in FP8 blocks:
+Per expert and projection, in models whose attention is block FP8:
 
 ===========  ==============================  ================================  ===============================
-written by   what says so                    codes                             scales, e8m0 [N, K/32]
+written by   marked by                       codes                             scales, e8m0 [N, K/32]
 ===========  ==============================  ================================  ===============================
 DeepSeek-V4  ``expert_dtype: fp4``           ``weight`` int8 [N, K/2]          ``scale`` or ``weight_scale_inv``
 MiMo         ``store_dtype: mxfp4``          ``weight`` uint8 [N, K/2]         ``weight_scale``
 ===========  ==============================  ================================  ===============================
 
-``expert_dtype`` stands among the settings or at config.json's top level, and stays "fp4" where ModelOpt has made NVFP4
-of the experts (``moe_quant_algo``), whose second scale MXFP4 has not.  Activations are in 16 bits, unless quantised
-ones are asked for; DeepSeek's own code quantises them to FP8.
+``expert_dtype`` is part of the quantization settings or at the top level of config.json. It remains "fp4" after
+ModelOpt has converted the experts to NVFP4 (``moe_quant_algo``); the second scale of NVFP4, which MXFP4 does not have,
+tells them apart. Activations are 16-bit unless quantized ones are requested; DeepSeek's own code quantizes them to FP8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEANS = {"expert_dtype": "fp4", "store_dtype": "mxfp4"}
 
 
 class Fp8MethodMxfp4Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of MXFP4 experts in FP8 models; the module docstring describes the tensors."""
 
     name = "MXFP4 experts of an FP8 model (DeepSeek-V4, MiMo)"
     quant_methods = ("fp8",)

@@ -1,6 +1,6 @@
-"""``quant_method: mxfp4``: gpt-oss, as OpenAI's releases and transformers keep it.
+"""gpt-oss (``quant_method: mxfp4``), as in OpenAI's releases and transformers.
 
-All experts of a layer in one tensor each:
+Each tensor holds all experts of a layer:
 
 ===============================  ==============================================================
 ``gate_up_proj_blocks``          uint8 [E, 2N, K/32, 16]: two codes in a byte, the even column low
@@ -9,11 +9,11 @@ All experts of a layer in one tensor each:
 ``down_proj_blocks``, ...        the same of [E, K, N/32, 16]
 ===============================  ==============================================================
 
-Gate and up rows lie in turns: row 2i is gate i, row 2i + 1 is up i, in the bias too.  Activations are in 16 bits.  The
-limit of the activation function is config.json's ``swiglu_limit``.
+Gate and up rows are interleaved, also in the bias: row 2i is gate i, row 2i + 1 is up i. Activations are 16-bit. The
+limit of the activation function is ``swiglu_limit`` in config.json.
 
-Tensors that other tools write one by one (``weight``, ``weight_packed`` with ``weight_scale``) are read under this
-name, too.
+Tensors that other tools write one by one (``weight``, ``weight_packed`` with ``weight_scale``) are also read under this
+``quant_method``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 
 
 class GptOssMxfp4Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of gpt-oss MXFP4; the module docstring describes the tensors."""
 
     name = "MXFP4 (gpt-oss)"
     quant_methods = ("mxfp4",)

@@ -1,7 +1,7 @@
-"""NVIDIA ModelOpt: MXFP4, W4A8_MXFP4_FP8 and their relatives (any letter case).
+"""NVIDIA ModelOpt: MXFP4, W4A8_MXFP4_FP8 and their variants (any letter case).
 
-Per expert and projection ``weight`` uint8 [N, K/2], two codes in a byte, the even column low, and ``weight_scale``
-uint8 [N, K/32], e8m0.
+Per expert and projection ``weight`` uint8 [N, K/2], two codes per byte, the even column low, and ``weight_scale`` uint8
+[N, K/32], e8m0.
 
 ==========================  =========================================================
 ``quant_algo``              activations
@@ -13,11 +13,11 @@ W4A8_MXFP4_MXFP8            MXFP8
 W4A16_MXFP4                 16 bits
 ==========================  =========================================================
 
-ModelOpt writes the first two, TensorRT-LLM names the others.  "mxfp4" is what ModelOpt writes of its preset
-``MXFP4_DEFAULT_CFG``, which quantises inputs like weights, and of ``MXFP4_MLP_WEIGHT_ONLY_CFG``, which does not; its
-files don't tell them apart, and the preset of that name is taken.  ``W4A8_MXFP4_FP8_CFG`` has no calibration, so that
-its files have no ``input_scale``: ModelOpt takes the scale of each call's inputs, TensorRT-LLM that of all tokens.  A
-scale per token is finer than both.
+ModelOpt writes the first two; the other names are TensorRT-LLM's. ModelOpt writes "mxfp4" for two presets:
+``MXFP4_DEFAULT_CFG``, which quantizes inputs like weights, and ``MXFP4_MLP_WEIGHT_ONLY_CFG``, which does not. The files
+do not distinguish them, so the default preset is assumed. ``W4A8_MXFP4_FP8_CFG`` has no calibration, so its files have
+no ``input_scale``. ModelOpt then computes the scale of each call's inputs, TensorRT-LLM that of all tokens. The scale
+per token used here is finer than both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALGORITHMS: dict[str, QuantKey | None] = {
 
 
 class ModelOptMxfp4Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of ModelOpt MXFP4; the module docstring describes the tensors."""
 
     name = "ModelOpt MXFP4"
     quant_methods = ("modelopt",)

@@ -1,7 +1,7 @@
-"""How e2m1 experts and their e8m0 scales lie in a checkpoint: checked, and brought into the canonical form.
+"""Storage of e2m1 experts and e8m0 scales: validation and conversion to canonical form.
 
-Every tool keeps two codes in a byte, the even column low, and 32 columns per scale, so that bytes are moved and none is
-changed.  What differs:
+Every tool stores two codes per byte, the even column low, and one scale per 32 columns, so bytes are moved but never
+changed. The differences are:
 
 ===================  ===================  =====================  ==========================
 weight               scale                shape of the weight    tools
@@ -12,9 +12,9 @@ weight               scale                shape of the weight    tools
 ``weight``, int8     ``scale``            [rows, cols/2]         DeepSeek-V4
 ===================  ===================  =====================  ==========================
 
-gpt-oss has gate and up rows in turns, with every tool that keeps both in one tensor.
+gpt-oss interleaves gate and up rows in every tool that stores both in one tensor.
 
-Gate and up read the same activations, so their static activation scales, where they differ, become their maximum, the
+Gate and up read the same activations. If their static activation scales differ, the maximum is used, since it is the
 only one of the two with which neither clips.
 """
 
@@ -52,7 +52,7 @@ from torch import Tensor
 
 from moe_mxfp4.groups import GROUP
 
-#: bytes of the codes of a group
+#: bytes of a group's codes
 GROUP_BYTES = 16
 #: suffixes of the codes and of their scales
 WEIGHTS = ("blocks", "weight_packed", "weight")
@@ -65,9 +65,13 @@ _CODES = (torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class Mxfp4Storage(ExpertStorage):
-    """How one layer's e2m1 experts are quantised; see the base class.
+    """Quantization of one layer's e2m1 experts; see the base class.
 
-    ``weight``, ``scale``: usual suffixes, for messages.
+    Attributes:
+        activation: quantization of the activations; None for 16-bit activations.
+        why: origin of these settings, for messages.
+        weight: usual suffix of the codes, for messages.
+        scale: usual suffix of the scales, for messages.
     """
 
     interleaved = True
@@ -84,7 +88,12 @@ class Mxfp4Storage(ExpertStorage):
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4Layout(QuantizedLayout):
-    """How the layer's matrices and their scales lie.  ``mixed``: gate and up rows are stored in turns."""
+    """Layout of the layer's matrices and scales.
+
+    Attributes:
+        storage: quantization of the stored experts.
+        mixed: gate and up rows are interleaved.
+    """
 
     storage: Mxfp4Storage
     mixed: bool
@@ -124,7 +133,7 @@ class Mxfp4Layout(QuantizedLayout):
         self._check_others(projection, size, (weight, scale, "bias"), experts)
 
     def _weight(self, projection: str) -> str:
-        """Suffix of the codes; CheckpointError where there are none, or two."""
+        """Return the suffix of the codes; CheckpointError if there is none, or more than one."""
         found = one_suffix(self.layer, projection, WEIGHTS)
         if found is None:
             raise self._missing(projection, self._usual(WEIGHTS, self.storage.weight))
@@ -137,19 +146,22 @@ class Mxfp4Layout(QuantizedLayout):
         return found
 
     def _usual(self, suffixes: Sequence[str], otherwise: str) -> str:
-        """The one of ``suffixes`` that other projections have."""
+        """Return which of ``suffixes`` other projections have."""
         layer = self.layer
         return next((s for s in suffixes for p in sorted(layer.projections) if layer.has(p, s)), otherwise)
 
     def _missing(self, projection: str, suffix: str) -> CheckpointError:
         layer = self.layer
-        # stacked tensors have no module of their own: their suffix follows an underscore
+        # stacked tensors have no separate module: their suffix follows an underscore
         separator = "_" if layer.stacked_names else "."
         name = f"{module_name(layer, projection)}{separator}{suffix}"
         return CheckpointError(f"{missing_tensor(layer, name)} ({self.storage.why})")
 
     def _unquantised(self, projection: str, weight: str) -> CheckpointError:
-        """A projection in 16 bits beside quantised ones: tools leave matrices alone whose sizes don't fit groups."""
+        """Build the error for a 16-bit projection next to quantized ones.
+
+        Tools leave matrices unquantized whose sizes do not fit the groups.
+        """
         layer = self.layer
         name, found = layer.name(0, projection, weight), layer.dtype(projection, weight)
         text = f"{name} has dtype {str(found).removeprefix('torch.')}, expected uint8"
@@ -163,7 +175,7 @@ class Mxfp4Layout(QuantizedLayout):
     def _check_others(
         self, projection: str, size: tuple[int, int], used: Sequence[str], experts: Sequence[int]
     ) -> None:
-        """No tensor is left out that would change the values."""
+        """Check that no tensor is ignored that would change the values."""
         layer, storage = self.layer, self.storage
         for suffix in layer.suffixes(projection):
             if suffix in used:
@@ -221,7 +233,7 @@ class Mxfp4Layout(QuantizedLayout):
             return in_order(stored.float())
 
         weight, scale = self._weight(projections[0]), self._scale(projections[0])
-        # every code is a number: there is nothing to look for
+        # every code is a valid number, so no check is needed
         tensors = {name: (yield Stack(projections, weight, arrange=codes))}
         tensors[f"{name}_scale"] = yield from ask(scale, Values.SCALE, arrange=exponents)
         if self.is_static:

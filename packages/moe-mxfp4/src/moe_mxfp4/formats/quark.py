@@ -1,11 +1,11 @@
 """AMD Quark: ``fp4`` weights in groups of 32 with e8m0 scales (OCP MXFP4).
 
-Per expert and projection ``weight`` uint8 [N, K/2], two codes in a byte, the even column low, and ``weight_scale``
-uint8 [N, K/32].  Experts of gpt-oss keep gate and up in one ``gate_up_proj``, their rows in turns, and have ``bias``.
+Per expert and projection ``weight`` uint8 [N, K/2], two codes per byte, the even column low, and ``weight_scale`` uint8
+[N, K/32]. gpt-oss experts store gate and up in one ``gate_up_proj`` with interleaved rows, and have a ``bias``.
 
-``input_tensors``: null leaves activations in 16 bits; ``fp4`` and ``fp8_e4m3`` in groups of 32 with e8m0 scales are
-dynamic MXFP4 and MXFP8, with scales rounded as ``scale_calculation_mode`` says; ``fp8_e4m3`` is static per tensor
-(``input_scale``), dynamic per token (which Quark calls ``per_channel`` or ``per_token``) or in groups of 128.
+``input_tensors``: null means 16-bit activations. ``fp4`` and ``fp8_e4m3`` in groups of 32 with e8m0 scales are dynamic
+MXFP4 and MXFP8, with scales rounded according to ``scale_calculation_mode``. Otherwise ``fp8_e4m3`` is static per
+tensor (``input_scale``), dynamic per token (Quark calls it ``per_channel`` or ``per_token``) or in groups of 128.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_mxfp4.groups import GROUP
 
 
 class QuarkMxfp4Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of Quark MXFP4; the module docstring describes the tensors."""
 
     name = "Quark MXFP4"
     quant_methods = ("quark",)
@@ -44,7 +44,7 @@ class QuarkMxfp4Format(QuantizedFormat):
 
 
 def _activation(inputs: QuarkArgs) -> QuantKey | str:
-    """The activation key, or why there is none."""
+    """Return the activation key, or the reason why it is not supported."""
     scheme, dynamic, e4m3 = inputs.scheme, inputs.dynamic, inputs.is_e4m3
     microscaling = inputs.mx_activation
     if microscaling is not None:

@@ -1,1 +1,1 @@
-"""Device code."""
+"""Device code of the MXFP4 scheme."""

@@ -1,12 +1,12 @@
-"""e2m1 weights that become numbers in registers by plain Triton operations: how a tile is loaded and multiplied.
+"""e2m1 weights dequantized in registers by plain Triton operations: tile loads and products.
 
     weights          int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
     scales           int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest
-    channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    channel scales   float32 [E, rows]: the row's largest scale, which multiplies the final sums
     activations      bfloat16, float16 or float32; see `moe_core.kernels.gemm.as_stored`
 
-Numbers and scales are those of `moe_mxfp4.kernels.marlin_e2m1`, made of codes as checkpoints have them; float32 has the
-exponents of bfloat16.
+Values and scales equal those of `moe_mxfp4.kernels.marlin_e2m1`, computed from codes in the checkpoint's order; float32
+has the exponent range of bfloat16.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from moe_core.api.kernels import (
 
 @triton.jit
 def _pair(words, factor, I: tl.constexpr, dtype: tl.constexpr):
-    """[N, W, 2]: codes I and I + 4 of words [N, W], times `factor` [N, W]."""
-    # where the sign and the three other bits of code 0 go to
+    """Return [N, W, 2]: codes I and I + 4 of words [N, W], times `factor` [N, W]."""
+    # shift distances of code 0's sign and of its three other bits
     SIGN: tl.constexpr = 12 - 4 * I
     REST: tl.constexpr = (9 if dtype == tl.float16 else 6) - 4 * I
     MASKS: tl.constexpr = 0x0E000E00 if dtype == tl.float16 else 0x01C001C0
@@ -48,13 +48,16 @@ def _pair(words, factor, I: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def dequantize_e2m1(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Words [N, W] as [N, COLUMNS] in the order of `arrange`, times their groups' scales, int32 [N]: four bytes."""
+    """Dequantize words [N, W] to [N, COLUMNS] in the order of `arrange`.
+
+    `scales` int32 [N] holds the bytes of four groups' scales.
+    """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
-    # four words are a group
+    # a group is four words
     power = (scales[:, None] >> (tl.arange(0, W) // 4 * 8)[None, :]) & 255
     if INTERPRET or dtype == tl.float32:
-        # few operations, since the interpreter takes a tenth of a millisecond for each
+        # Few operations, since each takes the interpreter a tenth of a millisecond.
         codes = unpack(words, 4)
         bits = ((codes & 8) << 28) | ((codes & 7) << 22)
         pairs = bits.to(tl.float32, bitcast=True) * (power << 23).to(tl.float32, bitcast=True)[:, :, None]
@@ -73,14 +76,14 @@ def dequantize_e2m1(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_short(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step of one group and its rows' scales, in the low bits."""
+    """Load the words of a step of one group; its rows' scales are in the low bits."""
     scales = of_group(state[3], state, k // 4, EVEN_N) >> k % 4 * 8
     return tile_words(state, b_desc, k, K, BLOCK_K, 4, EVEN_N, EVEN_K), scales
 
 
 @triton.jit
 def scaled_mm_blockwise(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + (weights @ a.T) * scales of the step's activations."""
+    """Compute acc + (weights @ a.T) * scales of the step's activations."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     return acc + swap_ab_dot(dequantize_e2m1(b, b_scale, a.shape[1], a.dtype), a) * a_scale[None, :]
 
@@ -89,7 +92,12 @@ _MULTIPLY = specialize(multiply, dequantize=dequantize_e2m1)
 
 
 def e2m1_functions(key: QuantKey | None, step: int) -> TileFunctions:
-    """For activations of ``key``, as `as_stored_scheme` has them; ``step`` columns, of one group or of four."""
+    """Build the tile functions for activations of ``key``, as `as_stored_scheme` stores them.
+
+    Args:
+        key: quantization of the activations.
+        step: columns per mainloop step, one group or four.
+    """
     open_a, load_a = activation_functions(key)
     by_step = key == kFp8Dynamic128Sym
     scale_acc = scale_acc_channels

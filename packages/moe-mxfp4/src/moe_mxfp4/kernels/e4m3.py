@@ -1,14 +1,14 @@
-"""e2m1 weights that become e4m3 in registers, for products with e4m3 activations.
+"""e2m1 weights converted to e4m3 in registers, for products with e4m3 activations.
 
     words     int32 [E, steps, rows, words of 128 columns] in the order of
-    `moe_core.kernels.gemm.fragments.fragment_order` ("e4m3") scales    float32 [E, rows, 1], powers of two that
-    multiply finished sums powers    int32 [E, steps, rows], a byte for each of a step's four groups: its scale over the
-    row's largest, times
+              `moe_core.kernels.gemm.fragments.fragment_order` ("e4m3")
+    scales    float32 [E, rows, 1], powers of two that multiply the final sums
+    powers    int32 [E, steps, rows], a byte for each of a step's four groups: its scale over the row's largest, times
               2^11, as an exponent of 0 to 11
 
-The magnitudes of a group's codes, times its scale, are eight bytes of e4m3: two additions of exponents make them, a
-byte permutation looks four codes up at a time, and signs are put in.  All of e2m1 is exact within twelve powers of two;
-`moe_mxfp4.marlin_layout` leaves out what is smaller.
+The eight magnitudes of a code, times the group's scale, fit eight e4m3 bytes. Two exponent additions build this table,
+a byte permutation looks up four codes at a time, and the signs are merged in. All e2m1 values are exact within twelve
+powers of two; `moe_mxfp4.marlin_layout` drops smaller groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_core.api.kernels import (
     weight_tile,
 )
 
-# $0, $1: the codes of the lower and of the upper half of the word $2, a byte each, as e4m3 numbers of the power $3.
+# $0, $1: codes of the lower and of the upper half of the word $2, one per byte, as e4m3 values scaled by power $3.
 # The table is that of 2^-5: bytes 0, 0x08, 0x10, 0x14 and 0x18, 0x1c, 0x20, 0x24 are 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
 _WIDEN = tl.constexpr(
     """
@@ -52,7 +52,7 @@ _WIDEN = tl.constexpr(
 
 @triton.jit
 def _looked_up(words, power, HALF: tl.constexpr, BYTE: tl.constexpr):
-    """As the asm does it: one byte of one half."""
+    """Look up one byte of one half, like the inline assembly."""
     code = (words >> (16 * HALF + 4 * BYTE)) & 7
     sign = (words >> (8 * BYTE + (7 - 4 * HALF))) & 1
     magnitude = tl.where(code == 1, 8, 8 + 4 * code) + 8 * power
@@ -66,9 +66,9 @@ def _byte(word, NUMBER: tl.constexpr):
 
 @triton.jit
 def _columns(low, high):
-    """e4m3 [N, 8 W] of words [N, W] of the bytes of both halves.
+    """Arrange the bytes of both halves' words [N, W] as e4m3 [N, 8 W].
 
-    Split and joined by operations that the compiler undoes: a register stays what it was.
+    The splits and joins cancel out in the compiler: each register stays unchanged.
     """
     N: tl.constexpr = low.shape[0]
     W: tl.constexpr = low.shape[1]
@@ -82,7 +82,7 @@ def _columns(low, high):
 
 @triton.jit
 def widened(words, power):
-    """e4m3 [N, 8 W] of `words` [N, W] with the `power` [N, W] of each."""
+    """Convert `words` [N, W] to e4m3 [N, 8 W], scaled by the `power` [N, W] of each word."""
     if INTERPRET:
         low = tl.zeros_like(words)
         high = tl.zeros_like(words)
@@ -104,8 +104,11 @@ def widened(words, power):
 
 @triton.jit
 def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `moe_core.kernels.gemm.tiles.scaled_mm.open_weights`; B ends with (powers, their stride per expert and per
-    step)."""
+    """Open packed weights with `open_weights` and append the powers.
+
+    See `moe_core.kernels.gemm.tiles.scaled_mm.open_weights`; b_args ends with (powers, their strides per expert and
+    step).
+    """
     state = open_weights(b_args[:8], expert, half, n, N, BLOCK_N)
     powers, power_e, power_k = b_args[8:]
     columns = half * N + tl.minimum(n + tl.arange(0, BLOCK_N), N - 1)
@@ -114,22 +117,25 @@ def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_K / 8] of words, and its powers [BLOCK_N]; rows are padded to whole steps."""
+    """Load a tile [BLOCK_N, BLOCK_K / 8] of words and its powers [BLOCK_N].
+
+    Rows are padded to whole steps.
+    """
     powers = tl.load(state[5] + k * state[6])
     return weight_tile(state[0], state[1], state[3], b_desc, k, K, BLOCK_K // 8, EVEN_N, True, state[4]), powers
 
 
 @triton.jit
 def multiply_words(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + a @ b.T"""
+    """Compute acc + a @ b.T."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     numbers = factor_e4m3(widened(b, per_word(step_bytes(b_scale), b.shape[1], 1)))
     a = factor_e4m3(a)
     if acc.shape[1] <= FEW:
-        # summed step by step: Hopper's units keep fewer bits of a running sum
+        # added step by step: Hopper's tensor cores keep fewer bits of a running sum
         return wait_for_mma(acc + tl.dot(numbers, tl.trans(a), out_dtype=tl.float32))
     else:
-        # two sums of a step have no room in the registers
+        # two accumulators per step do not fit the registers
         return wait_for_mma(tl.dot(numbers, tl.trans(a), acc, out_dtype=tl.float32))
 
 

@@ -1,14 +1,14 @@
-"""e2m1 weights as the functions of `moe_core.kernels.gemm.marlin`: widened in registers.
+"""e2m1 weights as functions of `moe_core.kernels.gemm.marlin`: dequantized in registers.
 
-A code in the place of a 16-bit number's sign, last exponent bits and first mantissa bit is that number times 2^-126
-(bfloat16) or 2^-14 (float16), subnormals included; one multiplication makes it exact and applies the scale.
+A code shifted to a 16-bit float's sign, last exponent bits and first mantissa bit equals the number times 2^-126
+(bfloat16) or 2^-14 (float16), subnormals included. One multiplication restores the value exactly and applies the scale.
 
-    scales    int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 253 + exponent
-    channel_scales   float32 [E, rows], powers of two that multiply finished sums (`MarlinMatrix.channel_scales`)
+    scales           int32 [E, steps of 128 columns, rows], the bytes of a step's four groups: 253 + exponent
+    channel_scales   float32 [E, rows], powers of two that multiply the final sums (`MarlinMatrix.channel_scales`)
 
-Scales are relative to the largest of their row: its byte is 253, the exponent of a bfloat16 number 2^126 times as
-large.  bfloat16 then holds every product of scales down to 2^-132 of that; float16 those of scales down to 2^-23 of it
-exactly, and smaller ones with an error of at most 2^-25 times the largest scale.
+Scales are relative to the largest of their row, whose byte is 253, the exponent of a bfloat16 number 2^126 times as
+large. bfloat16 represents every product exactly for scales down to 2^-132 of it. float16 is exact for scales down to
+2^-23 of it; smaller ones have an error of at most 2^-25 times the largest scale.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from moe_core.api.kernels import (
 
 from moe_mxfp4 import scales
 
-# the byte of a row's largest scale, as `convert_e2m1` makes it
+# byte of a row's largest scale, as `convert_e2m1` writes it
 LARGEST = tl.constexpr(scales.LARGEST)
 
 
 @triton.constexpr_function
 def _pairs(word: str) -> str:
-    """p0 to p3: a word's four pairs, as they lie in bfloat16; the fourth in two parts.
+    """Return PTX that extracts a word's four pairs p0 to p3 in bfloat16 position.
 
-    Where nothing wraps around a shift is the rotation: ptxas makes a product of it, for which another unit has time.
+    The fourth pair consists of two parts. A shift replaces the rotation if no bits wrap around: ptxas turns it into a
+    multiplication, which runs on another, idle unit.
     """
     return f"""
     .reg .b32 p0, p1, p2, p3, part, sign; mov.b32 sign, 0x80008000;
@@ -63,7 +64,10 @@ def _pairs(word: str) -> str:
 
 @triton.constexpr_function
 def _widening(float16: bool) -> str:
-    """$0 to $7: the word $8 as four pairs, times the pair $9.  -0.0 as addend keeps the sign of zeros."""
+    """Return PTX that writes the word $8 as four pairs, times the pair $9, to $0 to $7.
+
+    The addend -0.0 preserves the sign of zeros.
+    """
     lines = [_pairs("$8")]
     for number in range(4):
         if float16:
@@ -81,7 +85,10 @@ def _widening(float16: bool) -> str:
 
 @triton.constexpr_function
 def _integers() -> str:
-    """$0, $1: twice the numbers of the word $2, plus 64: the mantissa of a bfloat16 of exponent 7 counts ones."""
+    """Return PTX that writes twice the values of the word $2, plus 64, to $0 and $1.
+
+    The mantissa of a bfloat16 number with exponent 7 counts ones.
+    """
     lines = [_pairs("$2"), ".reg .b32 up, one; mov.b32 up, 0x7f007f00; mov.b32 one, 0x43404340;"]
     lines += [f"fma.rn.bf16x2 p{number}, p{number}, up, one;" for number in range(4)]
     lines += [f"prmt.b32 ${word}, p{word}, p{word + 2}, 0x6240;" for word in range(2)]
@@ -90,13 +97,13 @@ def _integers() -> str:
 
 @triton.jit
 def _rotated(words, BITS: tl.constexpr):
-    """To the left."""
+    """Rotate to the left."""
     return (words << BITS) | ((words >> (32 - BITS)) & ((1 << BITS) - 1))
 
 
 @triton.jit
 def _interpreted(words, scale):
-    """As the asm for bfloat16 does it, in float32."""
+    """Dequantize in float32, like the inline assembly for bfloat16."""
     p0 = words & -2118090304
     p1 = _rotated(words, 4) & -2118090304
     p2 = _rotated(words, 10) & -2118090304
@@ -112,7 +119,7 @@ def _interpreted(words, scale):
 
 @triton.jit
 def e2m1_bytes(words, dtype: tl.constexpr):
-    """Twice the numbers of words, plus 64, for `moe_core.kernels.gemm.fragments.integer_dot`."""
+    """Return twice the values of words, plus 64, as `integer_dot` takes them."""
     if INTERPRET:
         v = _interpreted(words, 2.0)
         even = (v[0] + v[4] * 256 + v[1] * 65536).to(tl.int32) + (v[5].to(tl.int32) << 24)
@@ -124,7 +131,10 @@ def e2m1_bytes(words, dtype: tl.constexpr):
 
 @triton.jit
 def e2m1_values(words, dtype: tl.constexpr, scale):
-    """The eight numbers of words times `scale`, exact in bfloat16: pairs of `dtype` (`step_e8m0`), as `asm_values`."""
+    """Dequantize the eight values of words and scale them, as `asm_values` returns them.
+
+    `scale` holds pairs of `dtype` (`step_e8m0`); exact in bfloat16.
+    """
     if INTERPRET:
         return _interpreted(words, scale)
     else:
@@ -134,13 +144,16 @@ def e2m1_values(words, dtype: tl.constexpr, scale):
 
 @triton.jit
 def e2m1_scaled(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """[N, COLUMNS] numbers of `words` [N, W] times their `scales` int32 [N]."""
+    """Dequantize `words` [N, W] with their int32 `scales` [N] to [N, COLUMNS]."""
     return in_columns(e2m1_values(words, dtype, per_word(step_e8m0(scales, LARGEST, dtype), words.shape[1], 1)))
 
 
 @triton.jit
 def quarter_e2m1(words, scales, U: tl.constexpr, dtype: tl.constexpr):
-    """`e2m1_values` of the words of a quarter, for the warp-specialised kernel; `scales`: ([64] of the step's four)."""
+    """Apply `e2m1_values` to the words of a quarter step, for the warp-specialized kernel.
+
+    `scales` is ([64] of the step's four).
+    """
     scale = exponent_pair((scales[0] >> (8 * U)) & 0xFF, LARGEST, dtype)
     return e2m1_values(words, dtype, scale[:, None])
 
@@ -149,15 +162,23 @@ _MULTIPLY = specialize(multiply, dequantize=e2m1_scaled)
 
 
 def e2m1_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
-    """(open_b, load_b, multiply, scale_acc)."""
+    """Return the device functions (open_b, load_b, multiply, scale_acc).
+
+    Args:
+        matrix: converted weights.
+        config: tile configuration of the launch.
+    """
     return open_groups, LOAD_WORDS[4, 0], _MULTIPLY, scale_acc_channels
 
 
 def e2m1_words() -> WordFunctions:
-    """For kernels of four warps; a step has one word of scales."""
+    """Return the word functions for four-warp kernels; a step has one word of scales."""
     return WordFunctions(1, lambda: quarter_e2m1)
 
 
 def e2m1_gemv() -> GemvFunctions:
-    """For a few tokens: bytes are twice the numbers, and those of scales, 253 plus exponents, count as 254 plus."""
+    """Return the functions for a few tokens.
+
+    Weight bytes are twice the values, so scale bytes of 253 plus exponent count as 254 plus exponent.
+    """
     return GemvFunctions(e2m1_bytes, "e8m0", 64, e2m1_words())

@@ -1,12 +1,12 @@
-"""e2m1 weights and e4m3 activations through `tl.dot_scaled`, which multiplies codes with the scales of their groups.
+"""e2m1 weights and e4m3 activations through `tl.dot_scaled` (block-scaled MMA).
 
     weights          uint8 [E, rows, bytes]: two codes, the even column's in the low four bits
-    scales           uint8 [E, groups padded to whole steps, rows], those of a row next to each other, relative to its
-                     largest, which is 127: 2^0
-    channel scales   float32 [E, rows]: the row's largest scale, which multiplies the finished sums
+    scales           uint8 [E, groups padded to whole steps, rows], those of a row contiguous, relative to its largest,
+                     which is 127: 2^0
+    channel scales   float32 [E, rows]: the row's largest scale, which multiplies the final sums
     activations      e4m3 [rows, K padded to whole steps], uint8 scales [rows, groups]
 
-For tensor cores that have it (sm_100 and its family, gfx950); elsewhere Triton widens both operands to bfloat16.
+For GPUs with block-scaled MMA (sm_100 family, gfx950); elsewhere Triton converts both operands to bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GROUP = tl.constexpr(32)
 
 @triton.jit
 def load_codes(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] and its scales [BLOCK_M, groups]."""
+    """Load an activation tile [BLOCK_M, BLOCK_K] and its scales [BLOCK_M, groups]."""
     tile = tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :])
     groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
     return tile, tl.load(state[1][:, None] + groups[None, :])
@@ -29,7 +29,7 @@ def load_codes(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Bytes [BLOCK_N, BLOCK_K / 2] and their scales [BLOCK_N, groups]."""
+    """Load weight bytes [BLOCK_N, BLOCK_K / 2] and their scales [BLOCK_N, groups]."""
     groups = k * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
     scales = tl.load(state[3][:, None] + groups[None, :], mask=state[1][:, None], other=0)
     codes = weight_tile(state[0], state[1], state[2][0], b_desc, k, tl.cdiv(K, 2), BLOCK_K // 2, EVEN_N, EVEN_K)
@@ -38,7 +38,10 @@ def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 @triton.jit
 def _own(scales):
-    """`scales` [rows, 4] uint8 of one product alone: Triton 3.6 fails where gate and up share them on sm_100."""
+    """Copy `scales` uint8 [rows, 4] for one product.
+
+    Triton 3.6 fails on sm_100 if gate and up share them.
+    """
     if not INTERPRET and tl.target_info.cuda_capability_geq(10):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [scales], dtype=tl.uint8, is_pure=False, pack=4)
     else:
@@ -47,7 +50,7 @@ def _own(scales):
 
 @triton.jit
 def multiply_scaled(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + weights @ a.T, with scales."""
+    """Compute acc + weights @ a.T with scales."""
     tl.static_assert(SWAP_AB, "weights are the rows of the product, whose number tensor cores fix")
     return tl.dot_scaled(b, b_scale, "e2m1", tl.trans(a), _own(a_scale), "e4m3", acc)
 

@@ -1,12 +1,12 @@
-"""What the adapters of kernel libraries need: requirements, layouts.  Imports no library."""
+"""Requirements and layouts of the kernel-library adapters. Imports no library."""
 
 from __future__ import annotations
 
 from moe_core import Requirement
 
 FLASHINFER = Requirement("flashinfer", "flashinfer-python", "0.7.2", "moe-mxfp4[flashinfer]")
-#: OpenAI's, known by a module that the package of that name on package indexes has not; vLLM's wheel carries a copy.
-#: Later releases of it have neither `routing` nor the calls that go with it.
+#: OpenAI's package, recognized by a module that the same-named package on package indexes lacks; vLLM's wheel vendors a
+#: copy. Later releases have neither `routing` nor the calls that depend on it.
 TRITON_KERNELS = Requirement(
     "triton_kernels.routing",
     "triton_kernels",

@@ -1,7 +1,7 @@
-"""OpenAI's `triton_kernels`: where it is, and what is called of it.
+"""Locating and importing OpenAI's `triton_kernels`.
 
-vLLM's wheel carries a copy whose modules import each other as `triton_kernels`.  It is loaded under that name, without
-vLLM.
+vLLM's wheel vendors a copy whose modules import each other as `triton_kernels`. It is loaded under that name, without
+importing vLLM.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from moe_core import ConfigError
 from moe_mxfp4.libraries import TRITON_KERNELS
 
 NAME = "triton_kernels"
-#: the module that tells the package from another of the same name
+#: module that distinguishes the package from another of the same name
 KNOWN_BY = "routing.py"
 
 
 def load_triton_kernels() -> SimpleNamespace:
-    """What is called of the package, imported on first use.
+    """Import the package on first use and return its functions.
 
-    Raises ConfigError where it is not installed, or another package of its name has been imported.
+    Raises:
+        ConfigError: the package is not installed, or another package of this name was imported.
     """
     if not _holds(NAME):
         _load_copy()
@@ -74,7 +75,7 @@ def _load_copy() -> None:
 
 
 def _copy() -> Path | None:
-    """The folder of vLLM's copy."""
+    """Return the folder of vLLM's copy."""
     for copy in TRITON_KERNELS.copies:
         top, *rest = copy.split(".")[:-1]
         spec = importlib.util.find_spec(top)
@@ -86,7 +87,7 @@ def _copy() -> Path | None:
 
 
 def _holds(name: str) -> bool:
-    """Whether ``name`` is a package with the module that OpenAI's is known by."""
+    """Return whether ``name`` is a package with the module that identifies OpenAI's."""
     spec = importlib.util.find_spec(name)
     places = (spec.submodule_search_locations or ()) if spec is not None else ()
     return any((Path(place) / KNOWN_BY).is_file() for place in places)

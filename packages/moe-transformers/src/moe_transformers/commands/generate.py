@@ -1,4 +1,4 @@
-"""moe generate: text by a whole model, with its speed and memory."""
+"""moe generate: text generation with a whole model, with speed and memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from moe_transformers.commands.tokens import tokenizer_of, tokens_of
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
-    # everything about the prompt is checked before gigabytes are read
+    """Run the command and return its exit code.
+
+    Args:
+        args: parsed arguments.
+    """
+    # validate the prompt before gigabytes are read
     Checkpoint.open(args.path)
     tokenizer = tokenizer_of(args)
     prompt = tokens_of(args, tokenizer, args.prompt, "--prompt")
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         "seconds_prefill": timed.prefill,
         "seconds_decode": timed.decode,
         "prefill_tokens_per_second": args.batch * len(prompt) / timed.prefill,
-        # the first new token is prefill's
+        # the first new token belongs to prefill
         "decode_tokens_per_second": args.batch * (len(new[0]) - 1) / timed.decode if len(new[0]) > 1 else None,
     }
     emit(args.json, data, _text(data))
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Tokens [batch, T], and the seconds to the first new one and from there to the last."""
+    """Tokens [batch, T], the seconds to the first new token, and those from there to the last."""
 
     tokens: Tensor
     prefill: float
@@ -60,7 +64,7 @@ class _Timed:
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing; notes when the first new token is there."""
+    """Criterion that never stops but records when the first new token is ready."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -96,7 +100,7 @@ def _generate(args: argparse.Namespace, loaded: Loaded, prompt: Tensor, count: i
 
 
 def _pad(model: Any) -> int:
-    """The token that follows the end of shorter continuations."""
+    """Return the token that pads shorter continuations after their end."""
     config = model.generation_config
     end = config.eos_token_id
     found = config.pad_token_id if config.pad_token_id is not None else end[0] if isinstance(end, list) else end

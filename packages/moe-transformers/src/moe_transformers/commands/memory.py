@@ -1,4 +1,4 @@
-"""The most memory that a model took."""
+"""Peak memory of a model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from torch import nn
 
 
 def reset_peak_memory() -> None:
-    """Forget what was allocated on GPUs before."""
+    """Reset the peak memory statistics of all GPUs."""
     if torch.accelerator.is_available():
         for index in range(torch.accelerator.device_count()):
             torch.accelerator.reset_peak_memory_stats(index)
 
 
 def peak_memory(model: nn.Module) -> int | None:
-    """Bytes: what torch allocated on the GPUs of ``model``, or what the process held of the host; None: unknown."""
+    """Return the peak memory of a model in bytes.
+
+    Args:
+        model: model that ran.
+
+    Returns:
+        What torch allocated on the model's GPUs, or the process's peak host memory; None if unknown.
+    """
     devices = {tensor.device for tensor in model.parameters()}
     gpus = [device for device in devices if device.type != "cpu"]
     if gpus:
         return sum(torch.accelerator.max_memory_allocated(device) for device in gpus)
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return None
-    # KiB, but on macOS bytes
+    # KiB, except on macOS: bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""The model of a command: loaded as the arguments say, with what that took."""
+"""Loading of a command's model, with the loading time and memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from moe_transformers.model_loading import loading
 class Loaded:
     """A model that is ready to run.
 
-    - ``experts``: what runs them ("fp8 by triton"), and the number of layers that it runs
-    - ``seconds``: what loading took
+    Attributes:
+        model: the model.
+        experts: number of layers by what runs them ("fp8 by triton").
+        seconds: loading time.
     """
 
     model: Any
@@ -40,18 +42,18 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in."""
+        """Device of the input embeddings, where tokens are passed."""
         found: torch.device = self.model.get_input_embeddings().weight.device
         return found
 
     def synchronize(self) -> None:
-        """Wait for what was started on the model's GPUs."""
+        """Wait until the work on the model's GPUs is done."""
         for device in {tensor.device for tensor in self.model.parameters()}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form, with the peak of memory so far."""
+        """Return a JSON-serializable dict, with the peak memory so far."""
         return {
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -62,20 +64,35 @@ class Loaded:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """One line on what :meth:`Loaded.as_dict` says."""
+    """Summarize the result of :meth:`Loaded.as_dict` in one line.
+
+    Args:
+        data: dict that contains the entries of :meth:`Loaded.as_dict`.
+    """
     experts = ", ".join(f"{name} ({count} layers)" for name, count in data["experts"].items()) or "none"
     peak = "" if data["peak_memory"] is None else f"; at most {bytes_text(data['peak_memory'])} of memory"
     return f"experts: {experts}; {data['dtype']} on {data['device']}; loaded in {duration(data['seconds_load'])}{peak}"
 
 
 def rate(tokens_per_second: float) -> str:
-    """A speed with three digits, or all before the point."""
+    """Format a speed with three digits, or as an integer from 100 on.
+
+    Args:
+        tokens_per_second: the speed.
+    """
     digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
     return f"{digits} tokens/s"
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """The model of ``args.path``.  Raises MoEError, with what transformers says where it is that which refuses."""
+    """Load the model of ``args.path``.
+
+    Args:
+        args: parsed arguments.
+
+    Raises:
+        MoEError: the model cannot be loaded; includes transformers' message if transformers refuses it.
+    """
     device_map: Any = "auto" if args.device == "auto" else {"": device_of(args.device)}
     ours = args.experts == IMPLEMENTATION
     if not ours and (args.quantize is not None or args.backend != "auto" or args.activation_key is not None):
@@ -114,16 +131,24 @@ def _experts(model: nn.Module) -> dict[str, int]:
 
 @contextlib.contextmanager
 def of_transformers(args: argparse.Namespace, what: str = "load") -> Iterator[None]:
-    """What transformers raises for a folder that it can't load, or ``what`` it does with it, as CheckpointError.
+    """Convert transformers' exceptions for a folder to CheckpointError.
 
-    A config.json may make any line of a model fail, so any exception may come of one; full memory stays what it is.
+    A config.json may make any line of a model fail, so every exception is converted, except out-of-memory errors.
+
+    Args:
+        args: parsed arguments with the folder, ``path``.
+        what: what transformers was asked to do with the folder.
+
+    Raises:
+        CheckpointError: includes transformers' message.
     """
     try:
         yield
     except (MoEError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if "ignore_mismatched_sizes" in str(error):  # its name for tensors of other shapes than the modules'
+        # transformers' name for tensors whose shapes differ from the modules'
+        if "ignore_mismatched_sizes" in str(error):
             raise CheckpointError(
                 f"transformers cannot load {args.path}: shapes of its tensors are not those that config.json gives; "
                 "the report above names them (MISMATCH)"
@@ -134,7 +159,7 @@ def of_transformers(args: argparse.Namespace, what: str = "load") -> Iterator[No
 
 @contextlib.contextmanager
 def _bars() -> Iterator[None]:
-    """transformers' progress bars on a terminal, and nowhere else."""
+    """Show transformers' progress bars on a terminal only."""
     shown = transformers_logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

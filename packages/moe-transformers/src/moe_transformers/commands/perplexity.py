@@ -18,13 +18,17 @@ from moe_transformers.command_line import check_windows as _check
 from moe_transformers.commands.model import Loaded, load, of_transformers, rate, summary
 from moe_transformers.commands.tokens import tokenizer_of, tokens_of
 
-#: rows of logits that become float32 at once
+#: rows of logits converted to float32 at a time
 _ROWS = 256
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code: 1 where the model's output is not finite."""
-    # everything about the text is checked before gigabytes are read
+    """Run the command and return its exit code, 1 if the model's output is not finite.
+
+    Args:
+        args: parsed arguments.
+    """
+    # validate the text before gigabytes are read
     Checkpoint.open(args.path)
     tokens = tokens_of(args, tokenizer_of(args), _read(args), "--text")[: args.max_tokens]
     if len(tokens) < 2:
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "text": str(args.text),
         "tokens": len(tokens),
         "scored_tokens": scored,
-        # nothing in their windows stands before these
+        # these tokens have no predecessor in any window
         "skipped_tokens": len(tokens) - scored,
         "window": window,
         "stride": args.stride or window,
@@ -66,9 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first scored, end) of every window over ``count`` tokens; a token is scored once.
+    """Yield (begin, first scored token, end) of every window; each token is scored at most once.
 
-    The first token of a window has nothing before it, so it is scored where an earlier window has it, or not at all.
+    The first token of a window has no context there. It is scored in an earlier window that contains it, or not at all.
+
+    Args:
+        count: number of tokens.
+        window: maximum tokens per window.
+        stride: distance between the starts of windows.
     """
     done = 0
     for begin in range(0, count, stride):
@@ -83,7 +92,13 @@ def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, in
 
 @torch.inference_mode()
 def negative_log_likelihood(loaded: Loaded, tokens: Tensor, count: int) -> float:
-    """Summed over the last ``count`` of ``tokens`` [T], each from those before it; in natural units."""
+    """Sum the negative log-likelihood of the last ``count`` tokens, in nats.
+
+    Args:
+        loaded: the model.
+        tokens: token ids [T].
+        count: number of tokens to score, each predicted from all tokens before it.
+    """
     ids = tokens.to(loaded.device)
     logits = loaded.model(ids[None], use_cache=False).logits[0, -count - 1 : -1]
     targets = ids[-count:].to(logits.device)
@@ -103,7 +118,7 @@ def _read(args: argparse.Namespace) -> str:
 
 
 def _unscored(data: dict[str, Any]) -> str:
-    """Whose first token has none before it, so that it is not scored."""
+    """Describe the windows whose first token is not scored, since it has no predecessor."""
     return "the text" if data["skipped_tokens"] == 1 else f"each of {data['skipped_tokens']} windows"
 
 

@@ -15,23 +15,43 @@ from moe_transformers.commands.model import of_transformers
 
 
 def tokenizer_of(args: argparse.Namespace) -> Any:
-    """The checkpoint's tokenizer, None where the arguments give ids.  Raises CheckpointError where it has none."""
+    """Load the checkpoint's tokenizer, None if the arguments give token ids.
+
+    Args:
+        args: parsed arguments.
+
+    Raises:
+        CheckpointError: the checkpoint has no tokenizer that transformers can load.
+    """
     if args.ids:
         return None
     none = f"{args.path} has no tokenizer that transformers reads: give token ids with --ids"
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.path)
-    except Exception as error:  # what a missing or broken file raises differs from tokenizer to tokenizer
+    except Exception as error:  # tokenizers raise different exceptions for missing or broken files
         text = " ".join(str(error).split())
         raise CheckpointError(none, details=f"{type(error).__name__}: {text}") from error
-    # without its files there is one with no vocabulary
+    # without its files, transformers builds a tokenizer with an empty vocabulary
     if not any((args.path / name).exists() for name in tokenizer.vocab_files_names.values()):
         raise CheckpointError(none)
     return tokenizer
 
 
 def tokens_of(args: argparse.Namespace, tokenizer: Any, text: str, name: str) -> Tensor:
-    """Ids [T] int64 of ``text``, the argument ``name``.  Raises ConfigError for none, or ids that the model has not."""
+    """Convert the text of an argument to token ids.
+
+    Args:
+        args: parsed arguments.
+        tokenizer: the tokenizer; None if ``text`` lists token ids.
+        text: text or token ids.
+        name: name of the argument, for errors.
+
+    Returns:
+        int64 [T].
+
+    Raises:
+        ConfigError: there are no tokens, or ids outside the model's vocabulary.
+    """
     ids = _parsed(text, name) if tokenizer is None else tokenizer(text, verbose=False)["input_ids"]
     if not ids:
         raise ConfigError(f"{name} has no tokens")

@@ -1,13 +1,14 @@
-"""FlashInfer's TRTLLM kernel for int4 weights in groups of 32 ("MXINT4") on the sm_100 family.
+"""FlashInfer's TRTLLM kernel for int4 in groups of 32 ("MXINT4") on the sm_100 family.
 
-The call is that of `moe_core.kernels.libraries.trtllm_experts`, its layout that of
-`moe_core.kernels.libraries.trtllm_layout`:
+`moe_core.kernels.libraries.trtllm_experts` makes the call, `moe_core.kernels.libraries.trtllm_layout` defines the
+layout:
 
-- codes are signed; up and gate rows come in turns, shuffled for a tile of 128, in blocks of 128 bytes (256 columns)
-- scales are bfloat16, and follow their rows into tiles of 128 rows and 4 columns
-- N is padded with zeros to a multiple of 256
+- Codes are signed. Up and gate rows are interleaved and shuffled for a tile of 128, in blocks of 128 bytes (256
+  columns).
+- Scales are bfloat16 and follow the rows, in tiles of 128 rows and 4 columns.
+- N is zero-padded to a multiple of 256.
 
-Router weights are bfloat16 inside the library.
+The library uses bfloat16 router weights internally.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from torch import Tensor
 from moe_wna16.libraries import FLASHINFER
 from moe_wna16.libraries.signed import signed_int4
 
-#: columns of a block of weights: 128 bytes
+#: columns of a weight block: 128 bytes
 BLOCK = 256
 #: columns that share a scale
 GROUP = 32
@@ -60,7 +61,7 @@ _CLAIMS = trtllm_claims(
 
 
 class TrtLlmMxint4Experts(TrtLlmExperts):
-    """Symmetric int4 weights in groups of 32 with bfloat16 scales: what both classes share."""
+    """Shared base for symmetric int4 weights in groups of 32 with bfloat16 scales."""
 
     function = "trtllm_mxint4_block_scale"
 
@@ -94,22 +95,22 @@ class TrtLlmMxint4Experts(TrtLlmExperts):
             "gemm1_weights_scale": quant.w1_scale,
             "gemm2_weights": weights.w2,
             "gemm2_weights_scale": quant.w2_scale,
-            # none of these has a default
+            # these arguments have no defaults
             **trtllm_activation_arguments(weights.extra),
         }
 
 
 class TrtLlmMxint4ExpertsMonolithic(TrtLlmRouting, TrtLlmMxint4Experts):
-    """A call with router logits."""
+    """TRTLLM MXINT4, called with router logits."""
 
     claims = replace(_CLAIMS, routing_methods=TRTLLM_ROUTING_METHODS)
 
 
 class TrtLlmMxint4ExpertsModular(TrtLlmRouted, TrtLlmMxint4Experts):
-    """A call with ids and router weights.
+    """TRTLLM MXINT4, called with expert ids and router weights.
 
-    The library has a second way of running this call, by the distribution of the tokens, in which parameters of the
-    activation do not reach the kernel: layers that have any are left to the monolithic class.
+    For some token distributions the library runs this call in another way, in which the activation's parameters do not
+    reach the kernel. Layers with such parameters are left to the monolithic class.
     """
 
     claims = replace(
@@ -125,20 +126,28 @@ class TrtLlmMxint4ExpertsModular(TrtLlmRouted, TrtLlmMxint4Experts):
 
 
 def pack_routing(ids: Tensor, weights: Tensor) -> Tensor:
-    """``ids`` [M, k] int32, in place, as the library takes a routing: above 16 bits of ``weights`` in bfloat16."""
+    """Pack expert ids and router weights into the library's routing format, in place.
+
+    Args:
+        ids: int32 [M, k], overwritten.
+        weights: router weights [M, k].
+
+    Returns:
+        ``ids`` with the id in the upper 16 bits and the bfloat16 weight in the lower ones.
+    """
     bits = weights.bfloat16().view(torch.int16).to(torch.int32)
     return ids.bitwise_left_shift_(16).bitwise_or_(bits.bitwise_and_(0xFFFF))
 
 
 def _blocks(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
-    """``w`` [E, parts * R, C / 2], codes of C columns, as the library reads it: [E, cols / 256, parts * rows, 128].
+    """Convert codes [E, parts * R, C / 2] to the library's [E, cols / 256, parts * rows, 128].
 
-    Each of the stacked matrices is padded with zeros to ``rows`` x ``cols``.
+    Each of the stacked matrices is zero-padded to ``rows`` x ``cols``.
     """
     index, height, width = order.to(w.device), parts * rows, cols // 2
 
     def step(given: Tensor, target: Tensor) -> None:
-        # signed first: a code of zeros is 0 then
+        # Convert to signed first, so that padding with 0 means the value 0.
         values = signed_int4(given)
         if values.shape[1:] != (height, width):
             values = pad_matrices(values, rows, width, parts=parts)

@@ -1,13 +1,13 @@
-"""Humming: int4 and int8 weights with 16-bit activations, in kernels that the library compiles for each shape.
+"""Humming: int4 and int8 weights with 16-bit activations, in kernels compiled for each shape.
 
-Humming computes the two grouped products; sorting, activation and the sum over top-k are core's:
+Humming computes the two grouped GEMMs. Sorting, activation and the top-k reduction are moe-core's:
 
     sort      pairs by expert, rows gathered            expert e: rows offsets[e] to offsets[e + 1]
     product   y = x w13^T                               h = act(y)
     product   y = h w2^T                                out[token] = sum over slots of weight * y
 
-The library's heuristics know some sixty kernels for one matrix, by the number of rows.  One is compiled when a call
-first wants it, in seconds: of every size that will be captured in a graph, one call has to come before the capture.
+The library's heuristics choose among about sixty kernels per matrix, by the number of rows. A kernel is compiled, in
+seconds, when a call first needs it. Before a CUDA graph is captured, run one call of every size that it contains.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from moe_wna16.libraries import HUMMING
 from moe_wna16.libraries.humming_layout import ordered_scales, packed_bytes, packed_int4
 
 _DTYPES = (torch.bfloat16, torch.float16)
-#: rows of sorted pairs that belong together: any number, since the library cuts experts into tiles itself
+#: tile height for sorting pairs: arbitrary, since the library splits experts into tiles itself
 _TILE = 64
-#: rows by expert one after the other, without gaps
+#: rows sorted by expert, contiguous, without padding
 _GEMM = {"gemm_type": "grouped_contiguous"}
 _COMPUTE = json.dumps(_GEMM)
 
 
 class HummingWNA16Experts(FusedMoEExpertsModular):
-    """int4 and int8, with or without zero points, in groups of 32, 64 or 128 columns or by row."""
+    """int4 and int8, with or without zero points, in groups of 32, 64 or 128 columns or per row."""
 
     claims = Claims(
         devices=(cuda(min=80),),
@@ -88,7 +88,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
 
     @staticmethod
     def library() -> Any:
-        """What is called of the library, imported on first use."""
+        """Return the library's functions, imported on first use."""
         HUMMING.load()
         return SimpleNamespace(
             LayerConfig=importlib.import_module("humming.config").LayerConfig,
@@ -115,11 +115,11 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
     def _packed(self, w: Tensor) -> Tensor:
         if self._key.packing is not None:
             return packed_int4(w)
-        # around a zero point that is the same for all
+        # codes are relative to a common zero point
         return packed_bytes(w, distances=self._key.symmetric and self.config.dtype is torch.bfloat16)
 
     def _zero_points(self, zero_point: Tensor | None) -> Tensor | None:
-        """As numbers: the hidden states' dtype holds all that an 8-bit code can be exactly, and 256."""
+        """Convert zero points to the hidden states' dtype, exact for 8-bit codes and 256."""
         return None if zero_point is None else ordered_scales(zero_point.to(self.config.dtype), whole_rows=False)
 
     @property
@@ -129,7 +129,12 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         return self.weight_key
 
     def layer_arguments(self, rows: int, cols: int) -> dict[str, Any]:
-        """Arguments of ``humming.config.LayerConfig`` for weights [rows, cols] of each expert."""
+        """Return the arguments of ``humming.config.LayerConfig``.
+
+        Args:
+            rows: rows of each expert's matrix.
+            cols: columns of each expert's matrix.
+        """
         dtype = str(self.config.dtype).removeprefix("torch.")
         return {
             "sm_version": self.device_info.capability,
@@ -146,10 +151,16 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         }
 
     def arguments(self, name: str, a: Tensor, weights: KernelWeights, out: Tensor, offsets: Tensor) -> dict[str, Any]:
-        """Arguments of ``humming.forward.humming_forward`` beside its configurations; looks at no value.
+        """Return the arguments of ``humming.forward.humming_forward`` except its configurations.
 
-        ``name`` of the matrix, w13 or w2; ``a`` [R, its columns] and ``out`` [R, its rows] by expert, as ``offsets``
-        [E + 1] int32 says.
+        Reads no tensor values.
+
+        Args:
+            name: name of the matrix, "w13" or "w2".
+            a: [R, columns of the matrix], rows by expert.
+            weights: converted weights.
+            out: [R, rows of the matrix].
+            offsets: int32 [E + 1], first row of each expert.
         """
         weight, desc = (
             (weights.w13, weights.quant_config.w1) if name == "w13" else (weights.w2, weights.quant_config.w2)
@@ -182,17 +193,25 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         return {name: self._calls.LayerConfig(**self.layer_arguments(*shape)) for name, shape in self._shapes.items()}
 
     def _settings(self, name: str, rows: int) -> str:
-        """The kernel that the library's heuristics choose for about so many rows."""
+        """Return the kernel settings that the library's heuristics choose for about ``rows`` rows."""
         if (name, rows) not in self._chosen:
             chosen = self._calls.get_heuristics_config(self._layers[name], shape_m=rows, **_GEMM)
-            # shares of one product would be added up in 16 bits, in the order in which they end
+            # stream-K would reduce partial products in 16 bits, in completion order
             self._chosen[name, rows] = json.dumps({**chosen, "use_stream_k": False})
         return self._chosen[name, rows]
 
     def product(self, name: str, a: Tensor, weights: KernelWeights, out: Tensor, offsets: Tensor) -> None:
-        """``out`` [R, rows of the matrix] = a w^T, for rows by expert."""
+        """Compute ``out`` = a w^T for rows grouped by expert.
+
+        Args:
+            name: name of the matrix, "w13" or "w2".
+            a: [R, columns of the matrix], rows by expert.
+            weights: converted weights.
+            out: [R, rows of the matrix].
+            offsets: int32 [E + 1], first row of each expert.
+        """
         config = self.config
-        # how many of the rows are in use is known to the device alone: under expert parallelism about this share
+        # Only the device knows the number of valid rows; under expert parallelism it is about this fraction.
         expected = -(-a.shape[0] * config.local_experts // config.num_experts)
         self._calls.humming_forward(
             self._layers[name],

@@ -1,9 +1,9 @@
-"""Marlin-class kernels: INT4 and INT8 codes in groups, repacked at load, with 16-bit activations.
+"""Marlin-class kernels: repacked INT4 and INT8 codes in groups, with 16-bit activations.
 
-Codes are put into the order in which the registers of the tensor cores hold them, and widened there: see
-``moe_core.kernels.gemm.marlin``.  With an activation order, columns are put in the order of their groups at load, and
-activations are gathered to match.  e4m3 activations (W4AFP8) are quantised and dequantised: int4 codes and they meet as
-numbers of bfloat16.
+Weight codes are stored in tensor-core fragment order and dequantized in registers: see
+``moe_core.kernels.gemm.marlin``. With activation order, columns are sorted by group at load and activations are
+gathered to match. e4m3 activations (W4AFP8) are quantized and dequantized, then multiplied with the int4 codes in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 class MarlinWNA16Experts(MarlinIntegerExperts):
-    """Standard format."""
+    """Marlin-class WNA16, standard format."""
 
     claims = Claims(
         devices=(cuda(min=80),),
@@ -46,7 +46,7 @@ class MarlinWNA16Experts(MarlinIntegerExperts):
 
 
 class BatchedMarlinWNA16Experts(MarlinIntegerExperts):
-    """Batched format."""
+    """Marlin-class WNA16, batched format."""
 
     claims = Claims(
         devices=(cuda(min=80),),

@@ -1,8 +1,8 @@
-"""Plain torch: any device, and the real path on a CPU.
+"""Plain torch: any device, and the production path on CPUs.
 
-Weights are dequantised a block of rows at a time (:mod:`moe_wna16.blocks`).  bfloat16 layers are multiplied by torch's
-own CPU product of 4-bit weights instead, which reads codes (:mod:`moe_wna16.int4pack`), int8 in two parts; their
-weights are laid out for it where this CPU has it and sizes fit, columns in the order of their groups.
+Weights are dequantized one block of rows at a time (:mod:`moe_wna16.blocks`). bfloat16 layers instead use torch's CPU
+product of 4-bit weights, which reads codes (:mod:`moe_wna16.int4pack`), with int8 split into two parts. Their weights
+are converted to its layout if the CPU supports it and the sizes fit, with columns sorted by group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_wna16.keys import BASES, every_key, in_order
 
 
 class TorchWNA16Experts(TorchExperts):
-    """Every key of the scheme: zero points, activation order, scaled inputs; int4 with e4m3 activations too."""
+    """Every key of the scheme: zero points, activation order, scaled inputs, int4 with e4m3."""
 
     claims = Claims(
         devices=(any_device(),),
@@ -62,7 +62,7 @@ class TorchWNA16Experts(TorchExperts):
         return replace(converted, w13=w13, w2=w2, quant_config=replace(given, w1=w1, w2=w2_desc))
 
     def _packed_groups(self) -> tuple[int, int] | None:
-        """Columns of a group of w13 and w2 in the layout of torch's CPU product; None where that is not used."""
+        """Return the group sizes of w13 and w2 for torch's CPU product, or None if it is not used."""
         key, config = self.weight_key, self.config
         if key is None or self.activation_key is not None:
             return None
@@ -77,7 +77,7 @@ class TorchWNA16Experts(TorchExperts):
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
         scale = _given(desc.scale)
         if scale.dim() == 5:
-            if desc.g_idx is not None:  # the columns' order here, with places for none
+            if desc.g_idx is not None:  # g_idx holds the column order here, with padding positions
                 x = torch.cat((x, x.new_zeros(len(x), 1)), dim=1).index_select(1, desc.g_idx[expert])
             return int4pack.product(x, weights[expert], scale[expert])
         if desc.key is None:
@@ -93,7 +93,7 @@ class TorchWNA16Experts(TorchExperts):
 
 
 def _packed(codes: Tensor, desc: FusedMoEQuantDesc, key: QuantKey, group: int) -> tuple[Tensor, FusedMoEQuantDesc]:
-    """w13 or w2 in the layout of torch's CPU product, with what goes with it: there ``g_idx`` is the columns' order."""
+    """Convert w13 or w2 for torch's CPU product; ``g_idx`` becomes the order of the columns."""
     scale, bits = _given(desc.scale), key.dtype.bits
     packed, scales, orders = [], [], []
     for expert, one in enumerate(codes):

@@ -1,9 +1,11 @@
-"""Triton, INT4 and INT8 codes in groups with 16-bit activations, and int4 ones with e4m3 activations (W4AFP8).
+"""Triton, grouped INT4 and INT8 codes with 16-bit activations, and W4AFP8.
 
-Weights are read as stored: the checkpoint's codes become numbers in registers, by plain Triton operations; scales and
-zero points are turned once, so that those of a group lie together.  Every key of the scheme, standard and batched
-format.  ``moe_core.kernels.gemm.fused.layer`` says what a call consists of, ``kernels/codes.py`` how exact its products
-are. e4m3 activations multiply as bfloat16 numbers, which hold them.
+W4AFP8 is int4 codes with e4m3 activations. Weights keep the checkpoint's layout and are dequantized in registers by
+plain Triton operations. Scales and zero points are transposed once, so that those of a group are contiguous. Every key
+of the scheme is supported, in standard and batched format.
+
+``moe_core.kernels.gemm.fused.layer`` describes the steps of a call, ``kernels/codes.py`` the exactness of its products.
+e4m3 activations are multiplied in bfloat16, which represents them exactly.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ from moe_wna16.layout import arranged_groups, by_group, zero_points
 if TYPE_CHECKING:
     from moe_core.api.kernels import ActivationScheme, GemmWeight
 
-#: columns that rows of activations are padded to a multiple of
+#: activation rows are padded to a multiple of this many columns
 _STEP = 128
 
 
 class TritonWNA16Experts(GroupedExperts):
-    """Codes that become numbers in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
+    """Codes dequantized in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "as_stored"
-    #: four groups of a step, each with a product of its own; on sm100 beside zero points 304
+    #: four groups per step, each with a separate product; 304 on sm100 with zero points
     accepted_spills = (304, 320)
 
     claims = Claims(
@@ -97,34 +99,34 @@ class TritonWNA16Experts(GroupedExperts):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits per code."""
         if self.weight_key is None:
             raise TensorError("16-bit weights are not read here")
         return self.weight_key.dtype.bits
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale; -1: all of a row."""
+        """Columns that share a scale; -1 for one scale per row."""
         return -1 if self.weight_key is None else self.weight_key.group_size
 
     @property
     def short_steps(self) -> bool:
-        """Whether a step of the k loop has 32 columns: of permuted ones, and where no tensor core multiplies."""
+        """Whether a mainloop step has 32 columns: for permuted columns, or if no tensor core is used."""
         return self.permuted or (self.config.dtype is torch.float32 and not self.quantized)
 
     @property
     def kernel_group_size(self) -> int:
-        """As :attr:`group_size`; a short step's columns share a scale."""
+        """Group size in the kernel: like :attr:`group_size`, but at most a short step's columns."""
         return 32 if self.short_steps and not self.permuted and self.group_size != -1 else self.group_size
 
     @property
     def quantized(self) -> bool:
-        """Whether x and h are quantised."""
+        """Whether x and h are quantized."""
         return self.activation_key is not None
 
     @property
     def permuted(self) -> bool:
-        """Whether columns have groups of their own."""
+        """Whether columns are grouped by activation order."""
         return self.weight_key is not None and self.weight_key.permuted
 
     @cached_property
@@ -152,7 +154,7 @@ class TritonWNA16Experts(GroupedExperts):
         quant, first, on_gpu = weights.quant_config, name == "w13", weights.device.type != "cpu"
         scales, bias = self.scales(name, weights)
         column_groups = quant.w1_g_idx if first else quant.w2_g_idx
-        # the interpreter takes time for operations, not for their size
+        # in the interpreter the number of operations counts, not their size
         step = SHORT_STEP if self.short_steps and (on_gpu or not self.permuted) else STEP
         groups = -1 if column_groups is not None else max(step // self.kernel_group_size, 0)
         return packed_weight(

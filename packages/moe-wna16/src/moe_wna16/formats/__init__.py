@@ -1,1 +1,1 @@
-"""Checkpoint formats: one file each, from a tool's tensors to canonical weights."""
+"""Checkpoint formats, one file each: from a tool's tensors to canonical weights."""

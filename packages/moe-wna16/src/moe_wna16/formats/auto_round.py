@@ -1,14 +1,14 @@
-"""AutoRound's exports with integer weights (``data_type`` "int"): ``quant_method`` "auto-round".
+"""AutoRound integer weights: ``quant_method`` "auto-round", ``data_type`` "int".
 
 ========================  =====================================================================================
 ``packing_format``        tensors
 ========================  =====================================================================================
 auto_round:auto_gptq      GPTQ's, zero points minus one, no ``g_idx``; 4 or 8 bits
 auto_round:auto_awq       AWQ's; 4 bits
-auto_round, auto_round:…  GPTQ's with zero points as they are (older versions: exllamav2, tritonv2)
+auto_round, auto_round:…  GPTQ's with unmodified zero points (older versions: exllamav2, tritonv2)
 ========================  =====================================================================================
 
-``extra_config`` has other settings for some layers.  Scales of symmetric weights may be negative.
+``extra_config`` overrides settings for individual layers. Scales of symmetric weights may be negative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
 class AutoRoundFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of AutoRound's integer exports; the module docstring describes the tensors."""
 
     name = "AutoRound"
     quant_methods = ("auto-round", "intel/auto-round")
@@ -40,7 +40,7 @@ class AutoRoundFormat(QuantizedFormat):
         packing = _packing(settings.entries, bits)
         if isinstance(packing, str):
             return packing
-        # AutoRound quantises symmetrically unless told otherwise
+        # AutoRound's default is symmetric
         return WNA16Storage(packing, settings.group_size, settings.entries.boolean("sym", True), settings.summary)
 
 

@@ -1,6 +1,7 @@
-"""AWQ, as AutoAWQ and GPTQModel write it: ``quant_method`` "awq", ``version`` (or ``format``) "gemm", 4 bits.
+"""AWQ (AutoAWQ, GPTQModel): ``quant_method`` "awq", ``version`` or ``format`` "gemm", 4 bits.
 
-Tensors: :mod:`moe_wna16.formats.awq_packing`.  Zero points are as they are; ``zero_point`` false: every one is 8.
+:mod:`moe_wna16.formats.awq_packing` describes the tensors. Zero points are stored unmodified; with ``zero_point`` false
+every zero point is 8.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
 class AwqFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of AWQ; the module docstring describes the settings."""
 
     name = "AWQ"
     quant_methods = ("awq",)

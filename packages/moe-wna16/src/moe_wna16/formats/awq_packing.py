@@ -1,4 +1,4 @@
-"""AWQ's tensors (``version: gemm``), which AutoAWQ, GPTQModel and AutoRound write.
+"""AWQ's tensors (``version: gemm``), written by AutoAWQ, GPTQModel and AutoRound.
 
 ==========  ========  ================  ==========================================================================
 ``qweight`` int32     [K, N / 8]        codes of eight rows in a word: field p is row 0, 2, 4, 6, 1, 3, 5, 7 of them
@@ -20,15 +20,15 @@ from moe_wna16.formats.packing import Packing, Shape
 
 #: rows whose codes are in the lower and in the upper fields of a word's bytes
 _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
-#: the lower fields of a word's bytes
+#: mask of the lower fields of a word's bytes
 _LOWER = 0x0F0F0F0F
-#: the field of each of a word's eight rows
+#: field of each of a word's eight rows
 _FIELD = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True)
 class AwqPacking(Packing):
-    """See the module docstring; ``bits`` is 4."""
+    """Packing of AWQ, 4 bits; the module docstring describes the tensors."""
 
     weight = "qweight"
     scale = "scales"
@@ -42,9 +42,9 @@ class AwqPacking(Packing):
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
         count, words = stored.shape[0], stored.shape[2]
-        # an even number of columns: they are rows of the other matrix
+        # The number of columns is even, since they are rows of the other matrix.
         even, odd = stored[:, 0::2], stored[:, 1::2]
-        # two columns of the same row meet in a byte, before bytes change places
+        # combine two columns of the same row in a byte before bytes are permuted
         low = (even & _LOWER) | ((odd & _LOWER) << 4)
         high = ((even >> 4) & _LOWER) | (odd & ~_LOWER)
         out = torch.empty(count, words, 8, even.shape[1], dtype=torch.uint8, device=stored.device)

@@ -1,7 +1,7 @@
-"""Codes of 4 and 8 bits: out of a tool's words, into canonical bytes.
+"""Conversion of 4- and 8-bit codes from a tool's words to canonical bytes.
 
-Tools keep fields in int32 words, the lowest bits first; the bytes of such a word (little-endian) hold them in the same
-order, so everything here works on bytes.
+Tools store fields in int32 words, the lowest bits first. The bytes of such a word (little-endian) hold the fields in
+the same order, so all functions here work on bytes.
 """
 
 from __future__ import annotations
@@ -11,35 +11,63 @@ from torch import Tensor
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """uint8 bytes [..., 4 * n] of int32 ``words`` [..., n], those of a row one after the other; a copy if need be."""
+    """Return the bytes of int32 words, contiguous along the rows; copies only if needed.
+
+    Args:
+        words: int32 [..., n].
+
+    Returns:
+        uint8 [..., 4 * n].
+    """
     found = words.contiguous()
     if found.stride(-1) != 1:
-        # a row of one word counts as contiguous whatever its stride, and is not viewed as bytes
+        # a row of one word counts as contiguous whatever its stride, but cannot be viewed as bytes
         found = found.clone(memory_format=torch.contiguous_format)
     return found.view(torch.uint8)
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
-    """uint8 codes [..., n * 32 / bits] of int32 ``words`` [..., n], the lowest bits of a word first."""
+    """Unpack the fields of int32 words, the lowest bits first.
+
+    Args:
+        words: int32 [..., n].
+        bits: bits per field, 4 or 8.
+
+    Returns:
+        uint8 [..., n * 32 / bits].
+    """
     raw = bytes_of(words)
     return raw if bits == 8 else torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Canonical storage of uint8 ``codes`` [..., K]: of 4 bits two in a byte, even k low, [..., ceil(K/2)]."""
+    """Pack codes into canonical storage.
+
+    Args:
+        codes: uint8 [..., K].
+        bits: bits per code.
+
+    Returns:
+        8 bits: ``codes`` itself. 4 bits: [..., ceil(K/2)], two per byte, even columns low.
+    """
     if bits == 8:
         return codes
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    # two codes at once: the upper byte's falls beside the lower byte's
+    # two codes at once: the upper byte's code moves next to the lower byte's
     pairs = codes.contiguous().view(torch.int16)
     return (pairs | (pairs >> 4)).view(torch.uint8)[..., 0::2].contiguous()
 
 
 def rows_of_words(words: Tensor, bits: int, cols: int) -> Tensor:
-    """Canonical storage of int32 ``words`` [..., ceil(cols * bits / 32)], whose fields lie along the row: their bytes.
+    """Convert words whose fields run along the row to canonical storage: their bytes.
 
-    No copy where rows end with a whole byte.
+    Nothing is copied if rows end with a whole byte.
+
+    Args:
+        words: int32 [..., ceil(cols * bits / 32)].
+        bits: bits per field.
+        cols: number of columns.
     """
     raw = bytes_of(words)[..., : -(-cols * bits // 8)]
     if cols * bits % 8:

@@ -1,4 +1,4 @@
-"""Which group each column belongs to, where a tool quantised columns in another order than they lie (``g_idx``)."""
+"""Groups of columns for tools that quantize columns in another order (``g_idx``)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from torch import Tensor
 
 from moe_wna16.formats.packing import Packing
 
-#: what tools keep groups of columns in
+#: dtypes of ``g_idx``
 DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnGroups:
-    """The groups of one layer's columns, ``group`` of them at a time (-1: all) where they lie in order.
+    """Column groups of one layer.
 
-    - ``permuted``: some expert's columns are grouped otherwise
-    - ``window``: (begin, end, all) of the columns of down that are wanted; None: all of them
-    - ``zeros``: by projection, where all experts have the same zero points: those, as stored, [1, ...].  They are known
-      of the whole matrices of a symmetric type, whose zero points may lie beside the groups and are read with them
-    - ``_read``: what was read, by expert and projection; None where columns lie in order
+    Each tensor is read once: :meth:`of` reads until one is not in order, :meth:`load` the remaining ones.
 
-    Each tensor is read once: :meth:`of` reads until one is not in order, :meth:`load` what is left.
+    Attributes:
+        layer: the experts in the checkpoint.
+        packing: tensors of the tool.
+        group: columns per group if they are in order, -1 for all.
+        permuted: the columns of some expert are grouped in another order.
+        zeros: stored zero points [1, ...] by projection, if they are equal for all experts. They are read together with
+            the
+            groups, for the whole matrices of a symmetric type.
+        window: (begin, end, size) of the requested columns of down; None for all.
     """
 
     layer: LayerExperts
@@ -39,11 +43,17 @@ class ColumnGroups:
 
     @staticmethod
     def of(layer: LayerExperts, packing: Packing, group: int, symmetric: bool) -> ColumnGroups:
-        """Reads ``g_idx`` of the whole layer, since tools write it for columns that lie in order, too.
+        """Read ``g_idx`` of the whole layer, since tools also write it for ordered columns.
 
-        It is not checked here; what is broken counts as permuted.
+        It is not validated here; invalid values count as permuted.
+
+        Args:
+            layer: the experts in the checkpoint.
+            packing: tensors of the tool.
+            group: columns per group, -1 for all.
+            symmetric: the weights are symmetric.
         """
-        # formats that read one tool's files, and a model's plan before its layers, ask the same
+        # cached: several formats for one tool's files, and a model's plan before its layers, request the same
         key = (ColumnGroups, packing, group, symmetric)
         return layer.once(key, lambda: ColumnGroups._of(layer, packing, group, symmetric))
 
@@ -61,7 +71,7 @@ class ColumnGroups:
             for p in projections
             if zero is not None and layer.has(p, zero) and layer.dtype(p, zero) in packing.zero_dtypes
         ]
-        # where columns are in another order, the first expert's tell
+        # if columns are in another order, the first expert already shows it
         for experts in filter(None, (range(1), range(1, layer.num_experts))):
             others = beside if experts.start else []
             found = layer.stacked_together([*((p, suffix) for p in projections), *others], experts)
@@ -86,9 +96,20 @@ class ColumnGroups:
         experts: Sequence[int],
         device: torch.device | str,
     ) -> Tensor:
-        """int32 [len(experts), cols]: the group of each column, of matrices that lie below one another.
+        """Return the group of each column, for matrices stacked along the rows.
 
-        Raises CheckpointError for one out of range, for groups without a column, and for projections that differ.
+        Args:
+            projections: names of the stacked projections.
+            cols: number of columns.
+            groups: number of groups.
+            experts: experts to read.
+            device: device of the result.
+
+        Returns:
+            int32 [len(experts), cols].
+
+        Raises:
+            CheckpointError: a group is out of range or has no column, or the projections differ.
         """
         layer, suffix = self.layer, self.packing.g_idx or "g_idx"
         begin, end, row = (0, cols, cols) if self._is_whole(projections[0]) else self.window or (0, cols, cols)
@@ -113,14 +134,21 @@ class ColumnGroups:
         return out.to(device)
 
     def row_length(self, projection: str, cols: int) -> int:
-        """Columns that the groups of a row are counted over: where they are in any order, those of the whole row."""
+        """Return the number of columns over which a row's groups are counted.
+
+        For permuted columns these are the columns of the whole row, not only of the window.
+
+        Args:
+            projection: name of the projection.
+            cols: number of columns.
+        """
         return cols if self.window is None or not self.permuted or self._is_whole(projection) else self.window[2]
 
     def _is_whole(self, projection: str) -> bool:
         return self.window is None or projection != "down"
 
     def _groups(self, expert: int, projection: str) -> Tensor | None:
-        """The group of each column as stored; None where columns lie in order."""
+        """Return the stored group of each column, or None if columns are in order."""
         suffix = self.packing.g_idx
         if suffix is None or not self.layer.has(projection, suffix):
             return None
@@ -131,7 +159,12 @@ class ColumnGroups:
 
 
 def in_order(shape: Sequence[int], group: int) -> Tensor:
-    """int64 groups of columns of the ``shape`` [K] that lie in order."""
+    """Return the int64 groups of ordered columns.
+
+    Args:
+        shape: [K].
+        group: columns per group, -1 for all.
+    """
     columns = torch.arange(shape[0] if shape else 0, device="cpu")
     return columns // group if group > 0 else torch.zeros_like(columns)
 
@@ -139,7 +172,7 @@ def in_order(shape: Sequence[int], group: int) -> Tensor:
 def _groups_read(
     found: Tensor, expected: Tensor, experts: Sequence[int], projection: str, packing: Packing
 ) -> dict[tuple[int, str], Tensor | None]:
-    """What ``ColumnGroups`` keeps of ``found`` [n, K] of some experts."""
+    """Return the entries for ``ColumnGroups._read`` of some experts' ``found`` [n, K]."""
     if torch.equal(found, expected.to(found.dtype).expand_as(found)):
         return dict.fromkeys(((expert, projection) for expert in experts), None)
     kept: dict[tuple[int, str], Tensor | None] = {}
@@ -169,7 +202,7 @@ def _check(g_idx: Tensor, name: str, groups: int, scale: str) -> None:
 
 
 def _name(layer: LayerExperts, expert: int, projection: str, suffix: str) -> str:
-    """The tensor's name; of one that is not there, its projection's."""
+    """Return the name of the tensor, or a description of the projection if the tensor is missing."""
     if layer.has(projection, suffix):
         return layer.name(expert, projection, suffix)
     return f"the group of columns of {layer.prefix}.{expert}'s {projection} (no {suffix})"

@@ -1,4 +1,4 @@
-"""compressed-tensors (llm-compressor): int4 and int8 weights by channel or in groups, with 16-bit or fp8 activations.
+"""compressed-tensors: int4 and int8 weights per channel or group, 16-bit or FP8 activations.
 
 ========  ===================================  ======================  ==============================================
 kind      ``format``                           ``input_activations``   weights
@@ -10,9 +10,10 @@ W4AFP8    int-quantized, pack-quantized,       float8, dynamic per     int4, sym
           int4-quantized                       token
 ========  ===================================  ======================  ==============================================
 
-Tensors: :mod:`moe_wna16.formats.row_packing`; which of them, is read off their types.  ``actorder`` "group" comes with
-``weight_g_idx``, the group of each column; "weight" and "static" leave groups in order.  int8 activations, and int8
-weights by channel that are not packed, are the scheme int8's.  One tensor may hold all experts (gate_up_proj_packed).
+:mod:`moe_wna16.formats.row_packing` describes the tensors; their dtypes determine which variant applies. ``actorder``
+"group" comes with ``weight_g_idx``, the group of each column; "weight" and "static" leave groups in order. int8
+activations, and unpacked int8 weights per channel, belong to the scheme int8. One tensor may hold all experts
+(gate_up_proj_packed).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantize
 
 
 class CompressedTensorsWNA16Format(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of compressed-tensors WNA16; the module docstring describes the settings."""
 
     name = "compressed-tensors pack-quantized"
     quant_methods = ("compressed-tensors",)
@@ -69,7 +70,7 @@ class CompressedTensorsWNA16Format(QuantizedFormat):
 
 
 def _packing(bits: int, layer: LayerExperts) -> Packing:
-    """How the tensors are kept: tools' formats name the same layout differently."""
+    """Determine how the tensors are packed: format names differ between tools."""
     for projection in sorted(layer.projections):
         if layer.has(projection, "packed"):
             return StackedPackQuantized(bits)
@@ -80,7 +81,7 @@ def _packing(bits: int, layer: LayerExperts) -> Packing:
 
 
 def _group_size(args: QuantArgs) -> int | str:
-    """Columns that share a scale, -1 for a whole channel; or why that is not read."""
+    """Return the columns per scale, -1 for a whole channel, or why it is not supported."""
     if args.strategy == "channel" or (args.strategy == "group" and args.group_size == -1):
         return -1
     if args.strategy != "group":
@@ -91,7 +92,7 @@ def _group_size(args: QuantArgs) -> int | str:
 
 
 def _activation(group: QuantGroup) -> QuantKey | str | None:
-    """The activation key, None for 16 bits; or why there is none."""
+    """Return the activation key, None for 16 bits, or the reason why it is not supported."""
     inputs, weights = group.inputs, group.weights
     if inputs is None:
         return None

@@ -1,8 +1,8 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: ``quant_method`` "gptq", 4 or 8 bits.
+"""GPTQ (AutoGPTQ, GPTQModel): ``quant_method`` "gptq", 4 or 8 bits.
 
-Tensors: :mod:`moe_wna16.formats.gptq_packing`.  ``checkpoint_format`` "gptq" (or none) keeps zero points minus one,
-"gptq_v2" as they are; ``sym`` true: every zero point is the middle of the codes.  Whether columns are grouped out of
-order is read off ``g_idx``, which GPTQModel writes with ``desc_act`` false, too.
+:mod:`moe_wna16.formats.gptq_packing` describes the tensors. ``checkpoint_format`` "gptq" (or none) stores zero points
+minus one, "gptq_v2" unmodified. With ``sym`` true every zero point is the middle of the code range. ``g_idx``
+determines whether columns are grouped out of order, since GPTQModel also writes it with ``desc_act`` false.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
 class GptqFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of GPTQ; the module docstring describes the settings."""
 
     name = "GPTQ"
     quant_methods = ("gptq",)
@@ -49,12 +49,12 @@ class GptqFormat(QuantizedFormat):
 
 
 def _is_symmetric(entries: QuantEntries, layer: LayerExperts, stored: GptqPacking) -> bool:
-    """Whether ``sym`` says that weights are symmetric; where it says nothing, whether there are no zero points."""
+    """Return ``sym``, or if it is not given, whether the checkpoint has no zero points."""
     if entries.entries.get("sym") is not None:
         return entries.boolean("sym")
     return not any(layer.has(projection, stored.zero) for projection in layer.projections)
 
 
 def _is_gptqmodels(quantization: Mapping[str, Any]) -> bool:
-    """Whether GPTQModel says that it wrote the file."""
+    """Return whether the settings name GPTQModel as the writer."""
     return "gptqmodel" in (quantizers(quantization.get("meta")) or ())

@@ -1,4 +1,4 @@
-"""GPTQ's tensors, which AutoGPTQ, GPTQModel and AutoRound write.
+"""GPTQ's tensors, written by AutoGPTQ, GPTQModel and AutoRound.
 
 ==========  ========  ===================  =====================================================================
 ``qweight`` int32     [K * bits / 32, N]   codes of 32 / bits columns in a word, the lowest bits first
@@ -7,9 +7,8 @@
 ``g_idx``   int32     [K]                  the group of each column; AutoRound writes none
 ==========  ========  ===================  =====================================================================
 
-Of gpt-oss, GPTQModel (until 2026) keeps gate and up as one linear module of an expert, ``experts.gate_up.<e>``, whose
-rows are those of the model: row 2i is gate i, row 2i + 1 up i, in the ``bias`` [2N], too; beside it
-``experts.down.<e>``.
+For gpt-oss, GPTQModel (until 2026) stores gate and up as one linear module per expert, ``experts.gate_up.<e>``, next to
+``experts.down.<e>``. Its rows follow the model: row 2i is gate i, row 2i + 1 is up i, also in the ``bias`` [2N].
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from moe_wna16.formats.packing import Packing, Shape
 
 
 class ZeroPoints(Enum):
-    """How ``qzeros`` keep zero points.
+    """Encodings of zero points in ``qzeros``.
 
-    - ``AS_IT_IS``: the fields are the zero points (version 2; AutoRound's own packing)
-    - ``MINUS_ONE``: one less than that (version 1), each field by itself: 15 stands for 16
-    - ``WORDS_MINUS_ONE``: version 1 as GPTQModel makes it of version 2, and version 2 of it: by subtracting a one in
-      every field from the whole *word*.  A zero point 0 borrows from the field above, which adding to the word returns.
+    - ``AS_IT_IS``: the fields are the zero points (version 2; AutoRound's own packing).
+    - ``MINUS_ONE``: the fields are one less (version 1), each modulo the field size: 15 stands for 16.
+    - ``WORDS_MINUS_ONE``: version 1 as GPTQModel converts it from and to version 2, by subtracting a one in every field
+      from the whole *word*. A zero point of 0 borrows from the field above, which adding to the word restores.
     """
 
     AS_IT_IS = "as it is"
@@ -41,7 +40,7 @@ class ZeroPoints(Enum):
 
 @dataclass(frozen=True)
 class GptqPacking(Packing):
-    """See the module docstring."""
+    """Packing of GPTQ; the module docstring describes the tensors."""
 
     zero_points: ZeroPoints
 
@@ -52,7 +51,7 @@ class GptqPacking(Packing):
 
     @property
     def per_word(self) -> int:
-        """Codes in a word."""
+        """Codes per word."""
         return 32 // self.bits
 
     def unfit(self, rows: int, cols: int) -> str | None:
@@ -65,7 +64,7 @@ class GptqPacking(Packing):
         return (cols // self.per_word, rows)
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
-        # a word holds consecutive columns of one row: its bytes are the canonical ones
+        # a word holds consecutive columns of one row, so its bytes are already canonical
         return bytes_of(stored.mT)
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
@@ -83,7 +82,7 @@ class GptqPacking(Packing):
             stored = (stored.long() + ones).to(torch.int32)
         found = fields(stored, self.bits)
         if self.zero_points is ZeroPoints.MINUS_ONE:
-            # 255 + 1 is no uint8
+            # 255 + 1 overflows uint8
             found = (found.int() if self.bits == 8 else found) + 1
         return found.mT
 

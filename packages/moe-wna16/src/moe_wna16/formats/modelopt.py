@@ -1,8 +1,8 @@
 """NVIDIA ModelOpt: W4A16_AWQ (any letter case).
 
-Per expert and projection ``weight`` uint8 [N / 2, K], two output channels in a byte, ``weight_scale`` float32
-[N, ceil(K / group_size)] and, unless smoothing was folded into the layer before, ``pre_quant_scale`` [K], which
-multiplies the inputs.  W4A8_AWQ, which quantises them, too, is not read.
+Per expert and projection ``weight`` uint8 [N / 2, K], two output channels per byte, ``weight_scale`` float32
+[N, ceil(K / group_size)] and, unless smoothing was folded into the previous layer, ``pre_quant_scale`` [K], which
+multiplies the inputs. W4A8_AWQ, which also quantizes the inputs, is not supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
 class ModelOptAwqFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of ModelOpt AWQ; the module docstring describes the tensors."""
 
     name = "ModelOpt AWQ"
     quant_methods = ("modelopt",)

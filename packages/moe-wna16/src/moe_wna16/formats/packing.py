@@ -1,7 +1,7 @@
-"""How one tool keeps codes, scales and zero points of an expert's linear module, as an interface.
+"""Interface for how a tool stores codes, scales and zero points of an expert's linear module.
 
-Everything that differs between tools stands behind it; what is the same for all (finding, checking, loading) is
-:mod:`moe_wna16.formats.wna16_layout`.
+It covers everything that differs between tools. :mod:`moe_wna16.formats.wna16_layout` implements what they share:
+finding, checking and loading tensors.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
-#: the widths of codes that are read
+#: supported bits per code
 BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class Packing(ABC):
-    """The tensors of a matrix [rows, cols] whose columns form ``groups``, as they lie in the file.
+    """Stored tensors of matrices [rows, cols] whose columns form ``groups``.
 
-    What is stored is given for ``n`` matrices at a time, [n, ...].
+    Methods take the stored tensors of ``n`` matrices at a time, [n, ...].
 
-    - ``bits`` of a code: 4 or 8
-    - ``weight``, ``scale``: suffixes of the tensors' names; ``zero``: zero points, ``g_idx``: the group of each column,
-      ``pre_scale``: factors of the inputs' columns; None where the tool keeps no such tensor
-    - ``joint``: what stands before a suffix in the tensors' names
-    - ``unset_g_idx``: a ``g_idx`` of -1 everywhere means columns that lie in order
+    Attributes:
+        bits: bits per code, 4 or 8.
+        joint: separator in front of a suffix in tensor names.
+        weight: suffix of the codes.
+        scale: suffix of the scales.
+        zero: suffix of the zero points; None if the tool stores none.
+        g_idx: suffix of the group of each column; None if the tool stores none.
+        pre_scale: suffix of the factors of input columns; None if the tool stores none.
+        unset_g_idx: a ``g_idx`` of -1 everywhere means ordered columns.
+        weight_dtypes: accepted dtypes of the codes.
+        zero_dtypes: accepted dtypes of the zero points.
     """
 
     bits: int
@@ -46,37 +52,90 @@ class Packing(ABC):
     zero_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int32,)
 
     def unfit(self, rows: int, cols: int) -> str | None:
-        """Why a matrix of this size cannot be kept so, in one clause; None if it can."""
+        """Return why a matrix of this size cannot be stored, or None if it can.
+
+        Args:
+            rows: rows of the matrix.
+            cols: columns of the matrix.
+        """
         return None
 
     @abstractmethod
     def weight_shape(self, rows: int, cols: int) -> Shape:
-        """Shape of the codes in the file."""
+        """Return the stored shape of the codes.
+
+        Args:
+            rows: rows of the matrix.
+            cols: columns of the matrix.
+        """
 
     @abstractmethod
     def codes(self, stored: Tensor, cols: int) -> Tensor:
-        """Canonical storage: uint8 [n, rows, cols] of 8 bits, [n, rows, ceil(cols/2)] of 4 bits."""
+        """Convert codes to canonical storage.
+
+        Args:
+            stored: the tensor in the file.
+            cols: columns of the matrix.
+
+        Returns:
+            uint8 [n, rows, cols] for 8 bits, [n, rows, ceil(cols/2)] for 4 bits.
+        """
 
     def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
-        """Shapes that scales may have in the file, the usual one first."""
+        """Return the accepted shapes of the scales, the usual one first.
+
+        Args:
+            rows: rows of the matrix.
+            groups: number of groups.
+        """
         return [(rows, groups)]
 
     def scales(self, stored: Tensor, rows: int) -> Tensor:
-        """Scales [n, rows, groups]."""
+        """Convert scales to [n, rows, groups].
+
+        Args:
+            stored: the tensor in the file.
+            rows: rows of the matrix.
+        """
         return stored.reshape(len(stored), rows, -1)
 
     def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
-        """Shapes that zero points of ``dtype`` may have in the file, the usual one first."""
+        """Return the accepted shapes of the zero points, the usual one first.
+
+        Args:
+            rows: rows of the matrix.
+            groups: number of groups.
+            dtype: dtype of the zero points in the file.
+        """
         return [(rows, groups)]
 
     def zeros(self, stored: Tensor, rows: int) -> Tensor:
-        """Zero points [n, rows, groups], uint8 or int32: what is subtracted from a code."""
+        """Convert zero points to what is subtracted from a code.
+
+        Args:
+            stored: the tensor in the file.
+            rows: rows of the matrix.
+
+        Returns:
+            uint8 or int32 [n, rows, groups].
+        """
         raise NotImplementedError
 
     def other_version(self, zeros: Tensor) -> str | None:
-        """What to say of a symmetric type's ``zeros`` that are those of another version of the tool; None if not so."""
+        """Describe a symmetric type's zero points if they are those of another version of the tool.
+
+        Args:
+            zeros: converted zero points.
+
+        Returns:
+            The description, or None.
+        """
         return None
 
     def refused_codes(self, stored: Tensor) -> Tensor | None:
-        """Which elements of the file's codes are none of ``bits`` bits; None where every one is."""
+        """Mark stored codes that exceed ``bits`` bits; None if none can.
+
+        Args:
+            stored: the tensor in the file.
+        """
         return None

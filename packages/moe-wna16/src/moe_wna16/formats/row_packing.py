@@ -1,4 +1,4 @@
-"""Tensors whose rows are output channels: compressed-tensors' and ModelOpt's.
+"""Tensors whose rows are output channels, as compressed-tensors and ModelOpt store them.
 
 ========================  ======  ========================  =====================================================
 format                    dtype   shape                     codes
@@ -9,8 +9,8 @@ int4-quantized            int8    [N, K / 2]                signed, two columns 
 ModelOpt's W4A16_AWQ      uint8   [N / 2, K]                signed, two output channels in a byte, the even one low
 ========================  ======  ========================  =====================================================
 
-Scales are [N, groups].  compressed-tensors' zero points are int32 [ceil(N * bits / 32), groups], packed along N (not K)
-with 2**(bits-1) added as to the codes; some versions, and the formats that don't pack, keep signed int8 [N, groups].
+Scales are [N, groups]. compressed-tensors' zero points are int32 [ceil(N * bits / 32), groups], packed along N (not K),
+with 2**(bits-1) added as for the codes. Some versions, and the unpacked formats, store signed int8 [N, groups].
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _CompressedTensors(Packing):
 
 @dataclass(frozen=True)
 class PackQuantized(_CompressedTensors):
-    """``pack-quantized``."""
+    """Packing of ``pack-quantized``."""
 
     weight = "weight_packed"
 
@@ -64,9 +64,10 @@ class PackQuantized(_CompressedTensors):
 
 @dataclass(frozen=True)
 class StackedPackQuantized(PackQuantized):
-    """``pack-quantized`` of experts that one tensor holds: ``experts.gate_up_proj_packed`` and ``_scale`` (Gemma 4).
+    """Packing of ``pack-quantized`` with all experts in one tensor.
 
-    How zero points and the groups of columns would lie there is not known.
+    Gemma 4 uses it: ``experts.gate_up_proj_packed`` and ``_scale``. How it would store zero points and column groups is
+    unknown.
     """
 
     joint = "_"
@@ -78,7 +79,7 @@ class StackedPackQuantized(PackQuantized):
 
 @dataclass(frozen=True)
 class IntQuantized(_CompressedTensors):
-    """``int-quantized``."""
+    """Packing of ``int-quantized``."""
 
     weight = "weight"
     weight_dtypes = (torch.int8,)
@@ -87,7 +88,7 @@ class IntQuantized(_CompressedTensors):
         return (rows, cols)
 
     def codes(self, stored: Tensor, cols: int) -> Tensor:
-        # adding the offset turns the sign bit around
+        # adding the offset flips the sign bit
         raw = stored.view(torch.uint8)
         return raw ^ 0x80 if self.bits == 8 else packed((raw & 15) ^ 8, 4)
 
@@ -97,7 +98,7 @@ class IntQuantized(_CompressedTensors):
 
 @dataclass(frozen=True)
 class Int4Quantized(_CompressedTensors):
-    """``int4-quantized``."""
+    """Packing of ``int4-quantized``."""
 
     weight = "weight_packed"
     weight_dtypes = (torch.int8, torch.uint8)
@@ -114,7 +115,7 @@ class Int4Quantized(_CompressedTensors):
 
 @dataclass(frozen=True)
 class ModelOptPacking(Packing):
-    """ModelOpt's W4A16_AWQ."""
+    """Packing of ModelOpt's W4A16_AWQ."""
 
     weight = "weight"
     scale = "weight_scale"

@@ -1,8 +1,8 @@
-"""How int4 and int8 experts lie in a checkpoint: checked, and brought into the canonical form.
+"""Storage of int4 and int8 experts: validation and conversion to canonical form.
 
-Codes become unsigned, in canonical bytes; scales keep the file's type, as long as all of the layer's agree (float32
-otherwise); zero points become what is subtracted from a code.  Scales may be negative: AutoRound gives a group's
-largest weight the code -8, whatever its sign.
+Codes become unsigned, in canonical bytes. Scales keep the file's dtype if all of the layer's agree, else they become
+float32. Zero points become what is subtracted from a code. Scales may be negative: AutoRound assigns the code -8 to a
+group's largest weight, whatever its sign.
 """
 
 from __future__ import annotations
@@ -51,17 +51,21 @@ from moe_wna16.formats.columns import DTYPES, ColumnGroups
 from moe_wna16.formats.packing import Packing, Shape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-#: a multiple of what any word holds
+#: a multiple of the number of codes in any word
 _MANY = 64
 
 
 @dataclass(frozen=True)
 class WNA16Storage(ExpertStorage):
-    """How one layer's int4 and int8 experts are quantised; see the base class.
+    """Quantization of one layer's int4 and int8 experts; see the base class.
 
-    - ``packing``: how the tool keeps tensors; ``group``: columns that share a scale, -1 for all of a row
-    - ``symmetric``: the zero point is the middle of the codes; zero points that are there all the same must say so
-    - ``ordered``: the config says that columns are grouped in another order, so that ``g_idx`` must be there
+    Attributes:
+        packing: tensors of the tool.
+        group: columns that share a scale, -1 for a whole row.
+        symmetric: the zero point is the middle of the code range; stored zero points must agree.
+        why: origin of these settings, for messages.
+        activation: quantization of the activations; None for 16-bit activations.
+        ordered: the config states that columns are grouped in another order, so ``g_idx`` is required.
     """
 
     interleaved = True
@@ -85,7 +89,7 @@ class WNA16Storage(ExpertStorage):
 
 
 def _scale_dtype(layer: LayerExperts, suffix: str) -> torch.dtype:
-    """What scales become: the file's type where all of the layer's agree, float32 otherwise."""
+    """Return the scales' dtype: the file's if all of the layer's agree, else float32."""
     found = {layer.dtype(projection, suffix) for projection in layer.projections if layer.has(projection, suffix)}
     dtype = found.pop() if len(found) == 1 else None
     return dtype if dtype in _FLOATS else torch.float32
@@ -93,7 +97,13 @@ def _scale_dtype(layer: LayerExperts, suffix: str) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class WNA16Layout(QuantizedLayout):
-    """How the layer's matrices lie, and which ``columns`` share scales; ``mixed``: gate and up rows are in turns."""
+    """Layout of the layer's matrices.
+
+    Attributes:
+        storage: quantization of the stored experts.
+        columns: which columns share scales.
+        mixed: gate and up rows are interleaved.
+    """
 
     storage: WNA16Storage
     columns: ColumnGroups
@@ -156,7 +166,7 @@ class WNA16Layout(QuantizedLayout):
         self._check_tensor(projection, packing.zero, shapes, packing.zero_dtypes, self.storage.why)
 
     def _check_others(self, projection: str, size: tuple[int, int], experts: Sequence[int]) -> None:
-        """No tensor is left out that would change the values."""
+        """Check that no tensor is ignored that would change the values."""
         layer, packing = self.layer, self.storage.packing
         used = {packing.weight, "bias", packing.scale, packing.zero, packing.g_idx, packing.pre_scale}
         for suffix in layer.suffixes(projection):
@@ -179,7 +189,7 @@ class WNA16Layout(QuantizedLayout):
         return CheckpointError(f"{missing_tensor(self.layer, name)} ({self.storage.why})")
 
     def _refuse_unquantised(self, projection: str) -> None:
-        """CheckpointError for a projection in 16 bits beside quantised ones."""
+        """Raise CheckpointError for a 16-bit projection next to quantized ones."""
         layer, suffix = self.layer, self.storage.packing.weight
         if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in _FLOATS:
             return
@@ -204,7 +214,7 @@ class WNA16Layout(QuantizedLayout):
         found: dict[str, Axes] = {"bias": (StoredAxis(0), None)}
         if packing.pre_scale is not None:
             found[packing.pre_scale] = (None, StoredAxis(0))
-        # sizes that every word and group divides
+        # sizes divisible by every word and group size
         rows, cols = _MANY, _MANY * max(group, 1)
         found[packing.weight] = _axes(packing.weight_shape, rows, cols)
         for suffix in (packing.scale, packing.zero):
@@ -212,12 +222,12 @@ class WNA16Layout(QuantizedLayout):
                 continue
             shapes = partial(self._grouped_shape, projection, suffix)
             along = _axes(shapes, rows, cols)
-            # in another order, columns of any part may belong to any group
+            # in permuted order, columns of any shard may belong to any group
             found[suffix] = (along[0], None) if self.columns.permuted else along
         return found
 
     def _grouped_shape(self, projection: str, suffix: str, rows: int, cols: int) -> Shape:
-        """Shape of scales or zero points, of the kind that the file has."""
+        """Return the shape of scales or zero points, in the variant that the file uses."""
         layer, packing, groups = self.layer, self.storage.packing, self._groups(cols)
         if suffix == packing.scale:
             shapes = packing.scale_shapes(rows, groups)
@@ -278,7 +288,7 @@ class WNA16Layout(QuantizedLayout):
     def _codes(
         self, projections: tuple[str, ...], cols: int, experts: Sequence[int], in_order: Callable[[Tensor], Tensor]
     ) -> Asking[Tensor]:
-        """Canonical codes, rows ``in_order``; in bytes of four bits, those that are no such code are refused."""
+        """Read canonical codes with rows ``in_order``; 4-bit codes out of range are refused."""
         packing = self.storage.packing
 
         def arrange(found: Tensor) -> Tensor:
@@ -308,7 +318,7 @@ class WNA16Layout(QuantizedLayout):
         return CheckpointError(f"{layer.prefix} holds codes of more than {packing.bits} bits")
 
     def _check_symmetric(self, projections: tuple[str, ...], rows: int, cols: int, experts: Sequence[int]) -> None:
-        """Zero points that a symmetric type has in the file all the same are the middle of the codes."""
+        """Check that stored zero points of a symmetric type are the middle of the code range."""
         layer, packing = self.layer, self.storage.packing
         half = 1 << (packing.bits - 1)
         for projection in projections:
@@ -318,7 +328,7 @@ class WNA16Layout(QuantizedLayout):
                 refuse_zero_points(layer, projection, packing.zero, experts)
                 continue
             self._check_zero_points(projection, rows, self._groups(self.columns.row_length(projection, cols)))
-            # one for all, as a rule
+            # usually equal for all experts
             same = self.columns.zeros.get(projection) if self.columns.window is None else None
             if same is None:
                 stored = layer.stacked(projection, packing.zero, experts)
@@ -342,7 +352,7 @@ class WNA16Layout(QuantizedLayout):
     def _pre_scale(
         self, projections: tuple[str, ...], cols: int, experts: Sequence[int], device: torch.device | str
     ) -> Tensor:
-        """Factors of the inputs' columns, float32 [E, cols]; 1 for projections that have none."""
+        """Read the factors of the input columns, float32 [E, cols]; 1 for projections without them."""
         layer, suffix = self.layer, self.storage.packing.pre_scale or ""
         own = [
             load_checked(
@@ -371,7 +381,7 @@ class WNA16Layout(QuantizedLayout):
         cols: int,
         experts: Sequence[int],
     ) -> None:
-        """CheckpointError for a scale of 0 over weights that are not 0: what it stood for can't be recovered."""
+        """Raise CheckpointError for a zero scale over nonzero weights, which cannot be recovered."""
         scale, layer, packing = tensors[f"{name}_scale"], self.layer, self.storage.packing
         empty = scale == 0
         for slot in empty.flatten(1).any(dim=1).nonzero().flatten().tolist():
@@ -389,7 +399,7 @@ class WNA16Layout(QuantizedLayout):
                 continue
             row, column = (int(i) for i in lost.nonzero()[0])
             part, rows = divmod(row, lost.shape[0] // len(projections))
-            if self.mixed and projections == ("gate_up",):  # as the file has them
+            if self.mixed and projections == ("gate_up",):  # row number as in the file
                 is_up, pair = divmod(rows, lost.shape[0] // 2)
                 rows = 2 * pair + is_up
             names = [layer.name(experts[slot], projections[part], suffix) for suffix in (packing.scale, packing.weight)]
@@ -400,7 +410,7 @@ class WNA16Layout(QuantizedLayout):
 
 
 def _axes(shape_of: Callable[[int, int], Shape], rows: int, cols: int) -> Axes:
-    """Which dimensions of ``shape_of(rows, cols)`` grow with either of them, and how many an entry holds."""
+    """Return which dimension of ``shape_of(rows, cols)`` grows with each size, and by how much."""
     shape = shape_of(rows, cols)
 
     def grown(larger: Shape, size: int) -> StoredAxis | None:

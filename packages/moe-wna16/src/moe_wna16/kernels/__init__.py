@@ -1,1 +1,1 @@
-"""Device code of weights that are read as stored; see `moe_core.kernels.gemm.as_stored`."""
+"""Device code for weights in the checkpoint's layout; see `moe_core.kernels.gemm.as_stored`."""

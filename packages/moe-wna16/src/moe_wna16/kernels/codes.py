@@ -1,16 +1,15 @@
-"""Unsigned codes that become numbers in registers: how a tile is loaded, multiplied and scaled.
+"""Unsigned codes dequantized in registers: tile loads, products and scaling.
 
     weights       int32 words [E, rows, words], the checkpoint's bytes: 8 codes of 4 bits or 4 of 8, low bits first
     scales        [E, groups, rows] bfloat16, float16 or float32; zero points of that shape, uint8 or int16
     activations   bfloat16, float16 or float32 [rows, K padded], columns in the order of `arrange`
 
-A code minus its zero point is an integer of at most 8 bits and a sign, which every such type holds.  It is made as in
-`moe_core.kernels.gemm.fragments.dequant`, by plain operations; `moe_core.kernels.gemm.as_stored.tiles` has the order of
-columns.
+A code minus its zero point is an integer of at most 8 bits plus sign, which all these dtypes represent. Plain
+operations compute it as in `moe_core.kernels.gemm.fragments.dequant`; `moe_core.kernels.gemm.as_stored.tiles` defines
+the order of columns. A row's single scale multiplies the final sum, a group's scale the group's sum, both in float32.
 
-Where a row has one scale it multiplies the finished sum, that of a group the group's sum, both in float32.
-Columns in any order have scales of their own: the product of number and scale then enters as a sum of two numbers of
-the activations' type, which keeps what rounding to one of them would lose.
+With activation order, columns have individual scales. The product of code and scale is then split into a sum of two
+numbers of the activations' dtype, which keeps what rounding to one of them would lose.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from moe_core.api.kernels import (
     wait_for_mma,
 )
 
-# set by `specialize`: bits of a code, groups of a step
+# set by `specialize`: bits per code, groups per step
 BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(1)
 
-# ------------------------------------------------------------------ codes as numbers
+# ------------------------------------------------------------------ dequantization
 
 
 @triton.jit
 def _pair(words, zero, I: tl.constexpr, P: tl.constexpr, dtype: tl.constexpr):
-    """[N, W, 2]: codes I and I + P / 2 of words [N, W] of P codes, less `zero` [N, 1]."""
+    """Return [N, W, 2]: codes I and I + P / 2 of words [N, W] of P codes, minus `zero` [N, 1]."""
     BITS: tl.constexpr = 32 // P
     if BITS == 8 and dtype == tl.bfloat16:
         # 2^23 + code
@@ -69,14 +68,14 @@ def _pair(words, zero, I: tl.constexpr, P: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Words [N, W] less zero points [N], as [N, COLUMNS] in the order of `arrange`; exact."""
+    """Subtract zero points [N] from words' codes: [N, COLUMNS] in `arrange` order; exact."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     P: tl.constexpr = COLUMNS // W
     tl.static_assert(P == 4 or P == 8, "a word has 4 or 8 codes")
     zero = zero.to(tl.float32)[:, None]
     if INTERPRET or dtype == tl.float32:
-        # few operations, since the interpreter takes a tenth of a millisecond for each
+        # Few operations, since each takes the interpreter a tenth of a millisecond.
         pairs = unpack(words, 32 // P).to(tl.float32) - zero[:, :, None]
     else:
         found = ()
@@ -91,7 +90,7 @@ def dequantize_codes(words, zero, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def open_zeros(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_rows`, with the zero points of rows in place of pointers to them."""
+    """Open weights like `open_rows`, but load the rows' zero points."""
     state = open_rows(b_args, expert, half, n, N, BLOCK_N)
     if len(state) == 7:
         state = state[:6] + (tl.load(state[6], mask=state[1], other=0),)
@@ -100,14 +99,14 @@ def open_zeros(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """As `open_groups`, and a pointer to the groups of columns."""
+    """Open weights like `open_groups`, with an additional pointer to the column groups."""
     state = open_groups(b_args, expert, half, n, N, BLOCK_N)
     return state + (b_args.column_groups + expert.to(tl.int64) * b_args.column_e,)
 
 
 @triton.jit
 def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of a step; zero points of rows, or (scales, zero points) of columns or of each group, see `_LOAD_CODES`."""
+    """Load a step's words with row zero points, or with (scales, zero points); see `_LOAD_CODES`."""
     MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
     if GROUPS <= 0:
         words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
@@ -119,7 +118,7 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
         scale = tl.load(state[3][:, None] + group, mask=exists, other=0.0)
         return words, (scale, tl.load(state[6][:, None] + group, mask=exists, other=0) if len(state) == 8 else MIDDLE)
     else:
-        # before the tile: nothing waits for them until the words have come
+        # loaded before the tile: nothing waits for them until the words arrive
         scales = ()
         for i in tl.static_range(GROUPS):
             scale = of_group(state[3], state, GROUPS * k + i, EVEN_N)
@@ -140,10 +139,10 @@ def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 @triton.jit
 def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + the step's groups: ((codes - zero points) @ a.T) * scales of each."""
+    """Add to acc each group's ((codes - zero points) @ a.T) * scales."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     GROUPS: tl.constexpr = len(b_scale)
-    # a thread holds words of every group: nothing moves
+    # each thread holds words of every group, so no data moves between threads
     words = split_last(b.reshape(b.shape[0], GROUPS, b.shape[1] // GROUPS).permute(0, 2, 1))
     for i in tl.static_range(GROUPS):
         values = dequantize_codes(words[i], b_scale[i][1], a[i].shape[1], a[i].dtype)
@@ -153,7 +152,7 @@ def multiply_groups(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + ((codes - zero points) * scales) @ a.T"""
+    """Compute acc + ((codes - zero points) * scales) @ a.T."""
     tl.static_assert(SWAP_AB, "weights come from registers: SWAP_AB only")
     scale, zero = b_scale
     codes = dequantize_codes(b, tl.zeros((b.shape[0],), tl.float32), a.shape[1], tl.float32)
@@ -166,8 +165,8 @@ def multiply_columns(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
         return wait_for_mma(acc + swap_ab_dot(high, a) + swap_ab_dot(low, a))
 
 
-#: load_b by bits of a code and groups of a step, [BLOCK_N] each; 0: rows have one scale; -1: columns have groups of
-#: their own, [BLOCK_N, BLOCK_K]
+#: load_b by bits per code and groups per step, [BLOCK_N] each; 0: one scale per row; -1: columns have individual
+#: groups, [BLOCK_N, BLOCK_K]
 _LOAD_CODES = {
     (bits, groups): specialize(_load_codes, BITS=bits, GROUPS=groups) for bits in (4, 8) for groups in (-1, 0, 1, 2, 4)
 }
@@ -175,9 +174,12 @@ _MULTIPLY_ROWS = specialize(multiply, dequantize=dequantize_codes)
 
 
 def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunctions:
-    """For activations of ``key``: None, or beside codes of 4 bits e4m3 with a scale per token.
+    """Build the tile functions for a kind of activations and groups.
 
-    ``groups`` 1, 2 or 4 of a step of the k loop; 0: rows have one scale each; -1: columns have groups of their own.
+    Args:
+        key: None for 16-bit activations, or e4m3 with a scale per token (4-bit codes).
+        bits: bits per code.
+        groups: groups per mainloop step, 1, 2 or 4; 0 for one scale per row; -1 for columns with individual groups.
     """
     open_a, load_a = activation_functions(key)
     load_b, scale_acc = _LOAD_CODES[bits, groups], None if key is None else scale_acc_tokens

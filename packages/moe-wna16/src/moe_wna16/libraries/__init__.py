@@ -1,4 +1,4 @@
-"""What the adapters of kernel libraries need: requirements, layouts.  Imports no library."""
+"""Requirements and layouts of the kernel-library adapters. Imports no library."""
 
 from __future__ import annotations
 

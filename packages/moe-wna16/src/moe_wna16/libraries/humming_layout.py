@@ -1,20 +1,20 @@
-"""Weights and scales in the order in which Humming's kernels read them, for 16-bit activations.
+"""Weights and scales in the layout of Humming's kernels, for 16-bit activations.
 
-A block of weights is 64 rows (n) and 16 columns (k): what one step of the tensor core multiplies.  Blocks come in turns
-along the rows, then along the columns.  Within a block lie, thread t of a warp after the other, the codes that it
-multiplies: those of the rows 16 i + 8 j + t / 4 and the columns 8 h + 2 (t mod 4) + l, in words
+A weight block is 64 rows (n) by 16 columns (k), one tensor-core step. Blocks are ordered along the rows first, then
+along the columns. Within a block, the codes are ordered by the warp's thread t that multiplies them: rows 16 i + 8 j +
+t / 4 and columns 8 h + 2 (t mod 4) + l, in words
 
     int4  word i: j, h, l from its lowest bits in the order l, j, h (h fastest)
     int8  word 2 i + j: in the order l, h (h fastest)
 
-so that one mask takes every second code: two numbers, side by side, of the same l.
+so that one mask extracts every second code: two adjacent numbers with the same l.
 
-Scales and zero points follow the rows: those of groups with 8 x 8 of them exchanged, scales of whole rows with pairs in
-place, so that one thread's lie together.  Zero points are numbers of the hidden states' dtype: four bits would not hold
-the 16 that zero points of int4 codes may be.
+Scales and zero points follow the rows. Group scales are transposed in 8 x 8 tiles; row scales keep pairs together. Each
+thread's values are then contiguous. Zero points are stored in the hidden states' dtype, since an int4 zero point may be
+16, which four bits cannot represent.
 
-Humming's own functions do the same on a GPU only, with a kernel that they compile first; layouts are compared with what
-those write where there is one.
+Humming's own functions do the same, but only on a GPU, with a kernel that must be compiled first. On GPUs the layouts
+are compared with their results.
 """
 
 from __future__ import annotations
@@ -29,13 +29,20 @@ ROWS, COLUMNS = 64, 16
 
 
 def packed_int4(w: Tensor) -> Tensor:
-    """``w`` [E, N, K / 2] uint8, two codes in a byte, the even column low: [E, K / 16, 2 N] int32."""
+    """Pack int4 codes.
+
+    Args:
+        w: uint8 [E, N, K / 2], two codes per byte, the even column low.
+
+    Returns:
+        int32 [E, K / 16, 2 N].
+    """
     experts, rows, cols = w.shape[0], w.shape[1], 2 * w.shape[2]
     _check(w, rows, cols)
 
     def step(given: Tensor, target: Tensor) -> None:
         count = given.shape[0]
-        #     expert, block of rows, i, j, t / 4, block of columns, h, t mod 4; l in a byte
+        # expert, block of rows, i, j, t / 4, block of columns, h, t mod 4; l in a byte
         pairs = given.contiguous().view(count, rows // ROWS, 4, 2, 8, cols // COLUMNS, 2, 4)
         even, odd = pairs.unbind(6)
         both = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), dim=-1)
@@ -47,9 +54,14 @@ def packed_int4(w: Tensor) -> Tensor:
 
 
 def packed_bytes(w: Tensor, *, distances: bool) -> Tensor:
-    """``w`` [E, N, K] uint8, a code in a byte: [E, K / 16, 4 N] int32.
+    """Pack int8 codes.
 
-    ``distances``: codes as bfloat16 kernels read them, 128 + d as d and 127 - d as 128 + d.
+    Args:
+        w: uint8 [E, N, K].
+        distances: encode for bfloat16 kernels, 128 + d as d and 127 - d as 128 + d.
+
+    Returns:
+        int32 [E, K / 16, 4 N].
     """
     experts, rows, cols = w.shape
     _check(w, rows, cols)
@@ -57,7 +69,7 @@ def packed_bytes(w: Tensor, *, distances: bool) -> Tensor:
     def step(given: Tensor, target: Tensor) -> None:
         if distances:
             given = given ^ torch.where(given < 128, 255, 128).to(torch.uint8)
-        #     expert, block of rows, i, j, t / 4, block of columns, h, t mod 4, l
+        # expert, block of rows, i, j, t / 4, block of columns, h, t mod 4, l
         codes = given.contiguous().view(given.shape[0], rows // ROWS, 4, 2, 8, cols // COLUMNS, 2, 4, 2)
         ordered = codes.permute(0, 5, 1, 4, 7, 2, 3, 8, 6)  # …, t / 4, t mod 4, i, j, l, h
         target.view(torch.uint8).view(ordered.shape).copy_(ordered)
@@ -67,9 +79,14 @@ def packed_bytes(w: Tensor, *, distances: bool) -> Tensor:
 
 
 def ordered_scales(scale: Tensor, *, whole_rows: bool) -> Tensor:
-    """``scale`` [E, N, G], or zero points, as [E, G, N].
+    """Reorder scales or zero points.
 
-    ``whole_rows``: scales, one for each row, by which products are multiplied; zero points are never.
+    Args:
+        scale: [E, N, G].
+        whole_rows: one scale per row, applied to the products; never for zero points.
+
+    Returns:
+        [E, G, N].
     """
     experts, rows, groups = scale.shape
     if rows % ROWS:

@@ -1,1 +1,1 @@
-"""A model's config.json: families, keys, quantization settings, routing."""
+"""Read a model's config.json: families, keys, quantization settings and routing."""

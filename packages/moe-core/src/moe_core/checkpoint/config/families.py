@@ -1,9 +1,9 @@
-"""How each model family routes and what its experts compute: what its code does and its config.json need not say.
+"""Routing and activation of each model family, as its modeling code implements them.
 
-A family is what transformers calls a ``model_type`` (of the language model, without ``_text``).  Sizes are read from
-config.json; of the entries that change routing or activation, :attr:`Family.reads` names those that the family's code
-reads, with the defaults of its configuration class.  What the code does not read is fixed, and a config.json that says
-otherwise contradicts it.
+A family is a ``model_type`` of transformers (that of the language model, without ``_text``). Sizes are read from
+config.json. Some config.json entries change routing or activation. :attr:`Family.reads` lists those that the family's
+code reads, with the defaults of its configuration class. Everything else is fixed by the code, and a config.json that
+states another value is contradictory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_core.spec.activation import MoEActivation
 
 
 class Required(Enum):
-    """Instead of a default: config.json must say."""
+    """Marker for an entry without a default, which config.json must state."""
 
     REQUIRED = "required"
 
@@ -27,19 +27,23 @@ REQUIRED: Final = Required.REQUIRED
 
 @dataclass(frozen=True)
 class Family:
-    """One family's routing and activation.
+    """Routing and activation of one model family.
 
-    - ``scoring``: a scoring function of :mod:`moe_core.spec.routing`
-    - ``renormalize``: the chosen weights are divided by their sum
-    - ``selected_only``: the chosen logits alone are scored by ``scoring``
-    - ``router_bias``, ``correction_bias``: the router has this tensor; without it a checkpoint is incomplete
-    - ``expert_bias``: every matrix of an expert has a bias; without it a checkpoint is incomplete
-    - ``weight_on_input``: the router weight multiplies the experts' input
-    - ``activation``: whatever config.json calls it; ``hidden_act``: the default of that entry, where it is read
-    - ``reads``: entries of config.json that the family's code reads, by the first of their names in
-      :mod:`moe_core.checkpoint.config.keys`, and their defaults
-    - ``outside``: entries that look as if they changed what experts compute, and act elsewhere in the model
-    - ``per_call``: why routing is not computed here, so that each call needs topk_weights and topk_ids
+    Attributes:
+        scoring: A scoring function of :mod:`moe_core.spec.routing`.
+        renormalize: Whether the weights of the selected experts are divided by their sum.
+        selected_only: Whether ``scoring`` is applied to the selected logits only.
+        router_bias: Whether the router has a bias; a checkpoint without it is incomplete.
+        correction_bias: Whether the router has a correction bias; a checkpoint without it is incomplete.
+        expert_bias: Whether every matrix of an expert has a bias; a checkpoint without it is incomplete.
+        weight_on_input: Whether the router weight multiplies the experts' input.
+        activation: Fixed activation, whatever config.json calls it; None if config.json names it.
+        hidden_act: Default of the activation entry in config.json.
+        reads: config.json entries that the family's code reads, with their defaults. Keys are the first of the names
+            in :mod:`moe_core.checkpoint.config.keys`.
+        outside: Entries that seem to change what experts compute but act elsewhere in the model.
+        per_call: Why this package does not compute the routing, so that each call needs topk_weights and topk_ids;
+            None if it does.
     """
 
     scoring: str = "softmax"
@@ -60,7 +64,7 @@ NORM, SCALE, GROUPS, TOP_GROUPS = "norm_topk_prob", "routed_scaling_factor", "n_
 
 
 def _softmax(renormalize: bool | Required) -> Family:
-    """softmax over all experts, renormalised where config.json says so."""
+    """Softmax over all experts, renormalized if config.json says so."""
     return Family(reads={NORM: renormalize})
 
 
@@ -73,24 +77,24 @@ def _deepseek(
     limit: float | None = None,
     hidden_act: str | Required = "silu",
 ) -> Family:
-    """DeepSeek-V3's router: sigmoid, correction bias, groups."""
+    """DeepSeek-V3's router: sigmoid, correction bias, expert groups."""
     reads: dict[str, object] = {NORM: renormalize, SCALE: scale, GROUPS: groups, TOP_GROUPS: top_groups}
     family = Family(scoring="sigmoid", correction_bias=True, reads=reads, hidden_act=hidden_act)
     if limit is None:
         return family
-    # where SiLU has a limit, it is SiLU whatever the entry says
+    # With a limit the activation is SiLU, whatever config.json names.
     return replace(family, activation=MoEActivation.SILU, reads={**reads, "swiglu_limit": limit})
 
 
 def _kimi_linear() -> Family:
-    """Kimi Linear, and Kimi K3, whose activation is SiTU."""
+    """Kimi Linear, and Kimi K3 with its SiTU activation."""
     family = _deepseek(2.446)
     situ = {"activation_situ_beta": REQUIRED, "activation_situ_linear_beta": None}
     return replace(family, reads={**family.reads, **situ})
 
 
 def _biased(**reads: object) -> Family:
-    """sigmoid, correction bias, always renormalised, no groups."""
+    """Sigmoid, correction bias, always renormalized, no expert groups."""
     return Family(scoring="sigmoid", renormalize=True, correction_bias=True, reads=reads)
 
 
@@ -117,10 +121,10 @@ _GEMMA = _per_call("its router normalises the hidden states and scales each expe
 FAMILIES: dict[str, Family] = {
     "afmoe": _biased(**{SCALE: 1.0}),
     "axk1": _deepseek(2.5, 8, 4),
-    # with groups, its experts of other groups count as 0, not as out of reach
+    # Expert groups are not listed: its code gives experts of other groups a score of 0 instead of excluding them.
     "axk2": Family(scoring="sigmoid", correction_bias=True, reads={NORM: True, SCALE: 2.5}),
     "bailing_hybrid": _deepseek(2.5, 8, 4),
-    # Ling 1 and Ling 2 share the name; what tells them apart stands in config.json
+    # Ling 1 and Ling 2 share this model_type; config.json entries distinguish them.
     "bailing_moe": Family(
         correction_bias=True,
         reads={
@@ -196,7 +200,8 @@ FAMILIES: dict[str, Family] = {
         activation=MoEActivation.SWIGLUOAI,
         reads={SCALE: 2.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     ),
-    # with groups, it takes those with the best two scores, which is done here with a correction bias only
+    # Expert groups are not listed: its code ranks groups by their two best scores, which is implemented here only
+    # together with a correction bias.
     "mistral4": Family(reads={NORM: True, SCALE: 1.0}),
     "mistral_large4": Family(renormalize=True, reads={SCALE: 1.0}),
     "mixtral": _MIXTRAL,
@@ -227,7 +232,7 @@ FAMILIES: dict[str, Family] = {
     "zaya": _per_call("its router is a network of its own, which goes on from one layer to the next"),
 }
 
-#: Families whose experts compute what no :class:`~moe_core.spec.config.FusedMoEConfig` describes, and what that is.
+#: Model families that :class:`~moe_core.spec.config.FusedMoEConfig` cannot represent, with the reason.
 REFUSED: dict[str, str] = {
     "aria": "its experts' tensors are named fc1 and fc2",
     "dbrx": "its experts' tensors are named mlp.w1, mlp.v1 and mlp.w2, one [E N, K] for all of them",
@@ -243,12 +248,19 @@ REFUSED: dict[str, str] = {
     "vitpose_backbone": "its experts are chosen by the data set",
 }
 
-#: Of models with experts in several stacks of layers: the one that is meant where none is named.
+#: Default stack of layers for models with experts in several stacks.
 DEFAULT_STACKS: dict[str, str] = {"qwen3_omni_moe": "thinker"}
 
 
 def guess(*, corrects: bool) -> Family:
-    """What an unknown family is taken for; ``corrects``: whether its checkpoint has a correction bias."""
+    """Return the assumed routing and activation of an unknown family.
+
+    Args:
+        corrects: Whether the checkpoint has a correction bias.
+
+    Returns:
+        A family with sigmoid scoring if there is a correction bias, else softmax.
+    """
     read = dict.fromkeys((NORM, SCALE, GROUPS, TOP_GROUPS, "swiglu_limit", "use_expert_bias"))
     scoring = "sigmoid" if corrects else "softmax"
     reads = {**read, "scoring_func": scoring, "topk_method": None}
@@ -256,15 +268,36 @@ def guess(*, corrects: bool) -> Family:
 
 
 def family_names(model_type: str) -> tuple[str, ...]:
-    """Names under which the tables have a ``model_type`` of the whole model or of its text part."""
+    """Return the names under which the tables may list a ``model_type``.
+
+    Args:
+        model_type: ``model_type`` of the whole model or of its text part.
+
+    Returns:
+        The name itself and the name without ``_text`` or ``_thinker``.
+    """
     return (model_type, model_type.removesuffix("_text"), model_type.removesuffix("_thinker"))
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of a ``model_type``; None for one that is not in the table."""
+    """Return the family of a model.
+
+    Args:
+        model_type: ``model_type`` of the whole model or of its text part.
+
+    Returns:
+        The family, or None if it is unknown.
+    """
     return next((FAMILIES[name] for name in family_names(model_type) if name in FAMILIES), None)
 
 
 def refusal_of(model_type: str) -> str | None:
-    """Why experts of this ``model_type`` are refused; None where they are not."""
+    """Return why a model's experts are not supported.
+
+    Args:
+        model_type: ``model_type`` of the whole model or of its text part.
+
+    Returns:
+        The reason, or None if the model is not refused.
+    """
     return next((REFUSED[name] for name in family_names(model_type) if name in REFUSED), None)

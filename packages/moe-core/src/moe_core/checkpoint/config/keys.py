@@ -1,4 +1,4 @@
-"""Typed reads from config.json, under the names that model families use for the same thing."""
+"""Typed reads of config.json entries under the synonyms that model families use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOP_K = (
 EXPERT_SIZE = ("moe_intermediate_size", "moe_ffn_hidden_size", "expert_ffn_hidden_size")
 DENSE_SIZE = ("intermediate_size", "ffn_hidden_size")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-# Nemotron's and Kimi K3's latent experts work on a projection of the hidden states, their routers on those themselves
+# Nemotron's and Kimi K3's latent experts take a projection of the hidden states; their routers take the hidden states.
 LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 SWIGLU_LIMIT = ("swiglu_limit", "swiglu_limits")
@@ -56,16 +56,23 @@ WEIGHT_ON_INPUT = ("moe_apply_router_weight_on_input",)
 HASH_LAYERS = ("num_hash_layers",)
 LAYER_KIND = ("mlp_layer_types",)
 
-#: parts of a multi-modal config that may describe the language model
+#: Sections of a multimodal config that may describe the language model.
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
-#: parts of a layer's own entries that describe its experts
+#: Sections of a layer's entries that describe its experts.
 _BLOCK_PARTS = ("ffn", "mlp", "moe")
 _LARGEST = 1 << 24
 
 
 def names_experts(config: Mapping[str, Any]) -> bool:
-    """Whether config.json, or a part of it, says how many experts there are."""
+    """Return whether config.json, or a section of it, states a number of experts.
+
+    Args:
+        config: Content of config.json.
+
+    Returns:
+        True if the model has experts according to config.json.
+    """
     blocks = config.get("block_configs")
     layers = range(len(blocks) if isinstance(blocks, list) else 1)
     if any(_of_layer(config, layer).get(key) for layer in layers for key in NUM_EXPERTS):
@@ -74,7 +81,14 @@ def names_experts(config: Mapping[str, Any]) -> bool:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[Any]:
-    """Each ``model_type`` of config.json and of its parts."""
+    """Yield each ``model_type`` of config.json and of its sections for the language model.
+
+    Args:
+        config: Content of config.json.
+
+    Yields:
+        The values as stored, None where there is none.
+    """
     yield config.get("model_type")
     for key in NESTED:
         if isinstance(part := config.get(key), dict):
@@ -83,10 +97,14 @@ def model_types(config: Mapping[str, Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """The entries that describe the language model, and the file that they are from.
+    """The config.json entries that describe one layer of the language model.
 
-    ``layer``: entries that are a list hold one value for each layer.  ``defaults``: what stands for entries that are
-    missing, by the first of their names; null is not missing.  ``types``: each ``model_type`` on the way to them.
+    Attributes:
+        entries: The entries, including those that apply to this layer only.
+        file: The file that states them, for messages.
+        layer: Index of the layer; entries that are lists hold one value per layer.
+        defaults: Values of missing entries, by the first of their names. An entry that is null is not missing.
+        types: Each ``model_type`` from the top level down to the section that holds the entries.
     """
 
     entries: Mapping[str, Any]
@@ -97,9 +115,18 @@ class ConfigKeys:
 
     @staticmethod
     def of(config: Mapping[str, Any], file: Path, layer: int, stack: str = "") -> ConfigKeys:
-        """The part of ``config`` that names experts; the whole where none does.
+        """Select the section of config.json that states the number of experts.
 
-        ``stack``: first part of the names of the layers' tensors ("thinker"); a part of ``config`` may have its name.
+        The top level is used if no section does.
+
+        Args:
+            config: Content of config.json.
+            file: Its path, for messages.
+            layer: Index of the layer.
+            stack: First component of the layers' tensor names ("thinker"), after which a section may be named.
+
+        Returns:
+            The entries of the section as they apply to the layer.
         """
         holders: list[Mapping[str, Any]] = [config]
         own = config.get(f"{stack}_config")
@@ -113,18 +140,40 @@ class ConfigKeys:
         return ConfigKeys(_of_layer(holders[-1], layer), file, layer, types=_types(holders))
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigKeys:
+        """Return the same entries with other defaults.
+
+        Args:
+            defaults: Values of missing entries, by the first of their names.
+
+        Returns:
+            The entries with exactly these defaults.
+        """
         return replace(self, defaults=defaults)
 
     @property
     def model_type(self) -> str:
-        """The family's name, "" where the file has none; CheckpointError for what is no name."""
+        """The innermost ``model_type``, or "" if the file has none.
+
+        Raises:
+            CheckpointError: A ``model_type`` is not a string.
+        """
         for value in self.types:
             if not isinstance(value, str):
                 raise self.error(f"model_type is {_short(value)}, expected a name")
         return self.types[-1] if self.types else ""
 
     def stated(self, names: Sequence[str]) -> tuple[str, Any] | None:
-        """(key, value) of the first name that has a value; CheckpointError where two contradict each other."""
+        """Return the stated value of an entry, ignoring defaults.
+
+        Args:
+            names: Synonyms of the entry.
+
+        Returns:
+            (key, value) of the first name with a value other than null, or None.
+
+        Raises:
+            CheckpointError: Two of the names have different values.
+        """
         found = [(name, value) for name in names if (value := self._value(name)) is not None]
         for name, value in found[1:]:
             if value != found[0][1]:
@@ -132,7 +181,17 @@ class ConfigKeys:
         return found[0] if found else None
 
     def find(self, names: Sequence[str]) -> tuple[str, Any] | None:
-        """What is stated, or else the default of the first name."""
+        """Return the stated value of an entry, or its default if the entry is missing.
+
+        Args:
+            names: Synonyms of the entry; defaults are listed under the first.
+
+        Returns:
+            (key, value), or None if there is neither a value nor a default.
+
+        Raises:
+            CheckpointError: A required entry is missing, or two of the names have different values.
+        """
         found = self.stated(names)
         default = self.defaults.get(names[0])
         if found is not None or default is None or any(name in self.entries for name in names):
@@ -142,7 +201,17 @@ class ConfigKeys:
         return names[0], default
 
     def integer(self, names: Sequence[str]) -> tuple[str, int]:
-        """(key, value) of a positive integer; CheckpointError where it is missing or something else."""
+        """Return (key, value) of a required positive integer.
+
+        Args:
+            names: Synonyms of the entry.
+
+        Returns:
+            The name in use and its value.
+
+        Raises:
+            CheckpointError: The entry is missing or not a positive integer.
+        """
         found = self.find(names)
         if found is None:
             raise self.error(f"has no {' or '.join(names)}")
@@ -152,10 +221,31 @@ class ConfigKeys:
         return key, value
 
     def optional_integer(self, names: Sequence[str]) -> int | None:
+        """Return the positive integer under any of ``names``, or None if there is none.
+
+        Args:
+            names: Synonyms of the entry.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            CheckpointError: The value is not a positive integer.
+        """
         return None if self.find(names) is None else self.integer(names)[1]
 
     def number(self, names: Sequence[str]) -> float | None:
-        """A finite number."""
+        """Return the number under any of ``names``, or None if there is none.
+
+        Args:
+            names: Synonyms of the entry.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            CheckpointError: The value is not a finite number.
+        """
         found = self.find(names)
         if found is None:
             return None
@@ -165,6 +255,17 @@ class ConfigKeys:
         return float(value)
 
     def boolean(self, names: Sequence[str]) -> bool | None:
+        """Return the boolean under any of ``names``, or None if there is none.
+
+        Args:
+            names: Synonyms of the entry.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            CheckpointError: The value is not a boolean.
+        """
         found = self.find(names)
         if found is None:
             return None
@@ -174,6 +275,17 @@ class ConfigKeys:
         return value
 
     def text(self, names: Sequence[str]) -> str | None:
+        """Return the string under any of ``names``, or None if there is none.
+
+        Args:
+            names: Synonyms of the entry.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            CheckpointError: The value is not a string.
+        """
         found = self.find(names)
         if found is None:
             return None
@@ -183,6 +295,14 @@ class ConfigKeys:
         return value
 
     def error(self, what: str) -> CheckpointError:
+        """Return an error whose message starts with the file.
+
+        Args:
+            what: What is wrong.
+
+        Returns:
+            The error to raise.
+        """
         return CheckpointError(f"{self.file}: {what}")
 
     def _value(self, name: str) -> Any:
@@ -198,9 +318,10 @@ def _short(value: object) -> str:
 
 
 def _of_layer(entries: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
-    """``entries`` with those that hold for the layer alone: transformers' ``per_layer_config``, else ``block_configs``.
+    """Merge the entries that apply to one layer only into ``entries``.
 
-    The latter are a list of all layers (Nemotron Puzzle), whose experts may have an object of their own.
+    They come from transformers' ``per_layer_config``, else from ``block_configs``. The latter is a list of all layers
+    (Nemotron Puzzle), in which the experts may have a separate object.
     """
     by_name, blocks = entries.get("per_layer_config"), entries.get("block_configs")
     here = by_name.get(str(layer)) if isinstance(by_name, dict) else None

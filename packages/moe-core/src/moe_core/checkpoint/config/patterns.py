@@ -1,13 +1,14 @@
-"""Patterns from a checkpoint's JSON files, which choose modules by name: matched within bounds.
+"""Match module names against untrusted patterns with bounded time and memory.
 
-Whoever writes a config chooses both the pattern and the names that it is tried on, and Python's own matcher may then
-take years, or gigabytes.  Every tool's patterns are therefore matched here:
+The patterns come from a checkpoint's JSON files, whose author controls both the pattern and the names. With Python's
+``re``, a match could then take years or gigabytes. All tools' patterns are therefore matched here, with these limits:
 
-- by ``regex``, whose matches take a time limit.  A linear-time engine would need none, but RE2 has no look-around,
+- Matching uses ``regex``, which supports a timeout. A linear-time engine would need none, but RE2 lacks look-around,
   which configs use (``^(?!.*gate)``).
-- patterns and names have a greatest length, and counts like ``{1,100}``, which are expanded when a pattern is
-  compiled, a greatest product
-- what ``re`` refuses, or reads otherwise than ``regex``, is refused: the tools' own loaders use ``re``
+- The length of patterns and names is limited. So is the product of counts such as ``{1,100}``, which are expanded when
+  a pattern is compiled.
+- Patterns that ``re`` rejects, or interprets differently from ``regex``, are refused, because the tools' own loaders
+  use ``re``.
 """
 
 from __future__ import annotations
@@ -21,35 +22,58 @@ from typing import Any
 from moe_core.checkpoint.config.quant_args import short
 from moe_core.errors import CheckpointError
 
-#: what all matches of one reading may take together; real ones take milliseconds
+#: Time limit for all matches of one config together; real configs take milliseconds.
 SECONDS = 5.0
-#: characters of a pattern, and of a name that patterns are tried on
+#: Maximum number of characters of a pattern, and of a name to match.
 LONGEST = 1000
-#: product of all counts of a pattern
+#: Maximum product of all counts of a pattern.
 LARGEST_COUNT = 10_000
 
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
-# sets in sets and operations on sets, which later versions of re may read otherwise
+# Nested sets and set operations, which future versions of re may interpret differently.
 _SET_OF_SETS = re.compile(r"\[\^?\[|--|&&|~~|\|\|")
 
 
 class NamePatterns:
-    """The patterns of one reading of a config; ``seconds`` bounds what all their matches take."""
+    """The patterns of one config, with a shared time limit.
+
+    Args:
+        seconds: Time limit for all matches together, starting now.
+    """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self._deadline = time.monotonic() + seconds
 
     def regular(self, pattern: str, where: str) -> NamePattern:
-        """A regular expression; ``where`` names the file and key that state it ("config.json: dynamic: the key").
+        """Compile a regular expression.
 
-        Raises CheckpointError for what is no such pattern, or may cost too much.
+        Args:
+            pattern: The expression.
+            where: File and key that state it ("config.json: dynamic: the key"), for messages.
+
+        Returns:
+            The compiled pattern.
+
+        Raises:
+            CheckpointError: The pattern is invalid or may be too expensive to match.
         """
         return self._compiled(pattern, where, pattern)
 
     def wildcard(self, pattern: str, where: str) -> NamePattern:
-        """A pattern in which ``*`` stands for any characters, ``?`` for one and ``[abc]`` for one of them."""
+        """Compile a wildcard pattern.
+
+        Args:
+            pattern: ``*`` matches any characters, ``?`` one, and ``[abc]`` one of a set.
+            where: File and key that state it, for messages.
+
+        Returns:
+            The compiled pattern.
+
+        Raises:
+            CheckpointError: The pattern is invalid or may be too expensive to match.
+        """
         return self._compiled(pattern, where, translate(pattern) if len(pattern) <= LONGEST else pattern)
 
     def _compiled(self, pattern: str, where: str, expression: str) -> NamePattern:
@@ -64,13 +88,20 @@ class NamePatterns:
         return NamePattern(pattern, where, compiled, self)
 
     def left(self) -> float:
-        """Seconds that remain."""
+        """Return the remaining time in seconds."""
         return self._deadline - time.monotonic()
 
 
 @dataclass(frozen=True, eq=False)
 class NamePattern:
-    """A pattern that is tried on modules' names; CheckpointError where that takes too long."""
+    """A compiled pattern for module names.
+
+    Matching raises CheckpointError if it exceeds the limits.
+
+    Attributes:
+        text: The pattern as stated.
+        where: File and key that state it, for messages.
+    """
 
     text: str
     where: str
@@ -78,11 +109,31 @@ class NamePattern:
     _owner: NamePatterns
 
     def match(self, name: str) -> bool:
-        """Whether the pattern fits ``name`` from its start (:func:`re.match`)."""
+        """Return whether the pattern matches at the start of a name, as :func:`re.match`.
+
+        Args:
+            name: Name of a module.
+
+        Returns:
+            True if it matches.
+
+        Raises:
+            CheckpointError: The name is too long, or the time limit is exceeded.
+        """
         return self._try(self._compiled.match, name)
 
     def search(self, name: str) -> bool:
-        """Whether the pattern fits any part of ``name`` (:func:`re.search`)."""
+        """Return whether the pattern matches anywhere in a name, as :func:`re.search`.
+
+        Args:
+            name: Name of a module.
+
+        Returns:
+            True if it matches.
+
+        Raises:
+            CheckpointError: The name is too long, or the time limit is exceeded.
+        """
         return self._try(self._compiled.search, name)
 
     def _try(self, matcher: Any, name: str) -> bool:
@@ -106,7 +157,7 @@ class NamePattern:
 
 
 def _check(pattern: str, expression: str) -> None:
-    """``re.error`` for a pattern that is too large, or that ``re`` and ``regex`` read differently."""
+    """Raise ``re.error`` if a pattern is too large, or ``re`` and ``regex`` read it differently."""
     if len(pattern) > LONGEST:
         raise re.error("it is too long")
     if pattern is not expression:

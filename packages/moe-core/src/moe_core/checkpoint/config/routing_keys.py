@@ -1,4 +1,4 @@
-"""From config.json and the family to the layer's RoutingConfig."""
+"""Build a layer's RoutingConfig from config.json and the model family."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ from moe_core.checkpoint.config.keys import ConfigKeys
 from moe_core.errors import CheckpointError, ConfigError
 from moe_core.spec.routing import RoutingConfig
 
-#: what the argument is called, and what the command line calls it
+#: Hint for messages: the argument of the API and the option of the command line.
 BY_HAND = "give routing (--routing)"
 
-# dots1 calls its scoring by the name of DeepSeek-V3's method, which is sigmoid
+# dots1 names its scoring after DeepSeek-V3's top-k method, which scores by sigmoid.
 _SCORING_NAMES = {"noaux_tc": "sigmoid"}
-#: values of ``topk_method``, and whether experts are chosen within groups
+#: Values of ``topk_method``, with whether they use expert groups.
 _METHODS = {"greedy": False, "group_limited_greedy": True, "noaux_tc": True}
 
 
 def read_routing(entries: ConfigKeys, family: Family, *, experts: int, top_k: int, corrects: bool) -> RoutingConfig:
-    """The routing of ``family``; ``corrects``: whether the checkpoint has a correction bias.
+    """Read the routing of a layer.
 
-    CheckpointError where config.json contradicts itself or what the family's code computes.
+    Args:
+        entries: config.json entries of the layer.
+        family: The model family.
+        experts: Number of experts.
+        top_k: Number of experts per token.
+        corrects: Whether the checkpoint has a correction bias.
+
+    Returns:
+        The routing.
+
+    Raises:
+        CheckpointError: config.json contradicts itself or the family's code.
     """
     scoring = _scoring(entries, family)
-    # softmax of the chosen logits alone gives weights whose sum is 1; another function of them need not
+    # A softmax over the selected logits is normalized by definition; other scoring functions are not.
     selected = family.selected_only and scoring == family.scoring
     renormalize = _renormalize(entries, family, fixed=selected and scoring == "softmax")
     groups, top_groups = _groups(entries, family)
@@ -68,7 +79,7 @@ def _renormalize(entries: ConfigKeys, family: Family, *, fixed: bool) -> bool:
 
 
 def _boolean(entries: ConfigKeys, family: Family, names: Sequence[str], fixed: bool) -> bool:
-    """An entry that the family's code does not read, and may not be told otherwise."""
+    """Return the value of an entry that the family's code fixes; refuse any other value."""
     stated = entries.boolean(names)
     if stated is not None and stated is not fixed:
         raise _contradiction(entries, names, f"counts as {str(fixed).lower()}")
@@ -78,7 +89,7 @@ def _boolean(entries: ConfigKeys, family: Family, names: Sequence[str], fixed: b
 def _scaling(entries: ConfigKeys, family: Family) -> float:
     if keys.SCALING[0] not in family.reads:
         stated = entries.stated(keys.SCALING)
-        # some tools write false for "none"
+        # Some tools write false for "none".
         if stated is not None and stated[1] is not False and entries.number(keys.SCALING) != 1.0:
             raise _contradiction(entries, keys.SCALING, "leaves the weights as they are")
         return 1.0
@@ -91,7 +102,7 @@ def _scaling(entries: ConfigKeys, family: Family) -> float:
 
 
 def _groups(entries: ConfigKeys, family: Family) -> tuple[int | None, int | None]:
-    """(number of groups, how many of them a token may use), None where there is one group only."""
+    """Return (number of groups, groups per token), or (None, None) if there is only one group."""
     method = entries.text(keys.TOPK_METHOD)
     grouped = keys.GROUPS[0] in family.reads
     if method is not None:
@@ -115,7 +126,7 @@ def _groups(entries: ConfigKeys, family: Family) -> tuple[int | None, int | None
 
 def _has_correction_bias(entries: ConfigKeys, family: Family, corrects: bool) -> bool:
     if keys.BIAS_SWITCH[0] in family.reads:
-        # without the entry, a guess goes by the tensor
+        # Without the entry, the presence of the tensor decides.
         switch = entries.boolean(keys.BIAS_SWITCH)
         return family.correction_bias and (corrects if switch is None else switch)
     return _boolean(entries, family, keys.BIAS_SWITCH, family.correction_bias)

@@ -1,8 +1,8 @@
-"""What a folder's JSON files say of its quantisation: collected, and refused where they contradict each other.
+"""Merge the quantization settings of a folder's JSON files and refuse contradictions.
 
-Tools repeat themselves: in config.json and in a file of their own, in config.json's whole and in its text part, and
-under several names for the same thing.  What one place leaves out is taken from another; places that say different
-things are refused, both named, for whichever was believed, the other may be what the tensors are.
+Tools repeat settings: in config.json and in a separate file, at the top level of config.json and in its text section,
+and under several names. A setting that is missing in one place is taken from another. Contradictory settings are
+refused, because either of them may describe the tensors. The error names both places.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moe_core.checkpoint.config.keys import NESTED
 from moe_core.checkpoint.config.quant_args import LONGEST_NAME, short
 from moe_core.errors import CheckpointError
 
-#: entries of config.json that hold a tool's settings
+#: config.json entries that hold a tool's settings.
 _IN_CONFIG = ("quantization_config", "compression_config")
-#: files beside it, the entry that holds the settings (None: the file itself), and the tool of a file that names none
+#: (file next to config.json, entry with the settings or None for the whole file, tool implied by the file or None).
 _BESIDE = (
     ("hf_quant_config.json", "quantization", "modelopt"),
     ("quantize_config.json", None, "gptq"),
@@ -33,7 +33,12 @@ Entries = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Statement:
-    """One JSON object about quantisation and where it stands ("config.json: quantization_config")."""
+    """One JSON object with quantization settings.
+
+    Attributes:
+        where: Its location ("config.json: quantization_config").
+        entries: The object.
+    """
 
     where: str
     entries: Entries
@@ -48,7 +53,16 @@ def _lower(value: object) -> object:
 
 
 def tool(value: object) -> object:
-    """The tool that a ``quant_method`` names: variants of one tool ("modelopt_mixed", "intel/auto-round") are alike."""
+    """Return the tool of a ``quant_method``, without its variant.
+
+    Variants are, for example, "modelopt_mixed" and "intel/auto-round".
+
+    Args:
+        value: Value of ``quant_method``.
+
+    Returns:
+        The tool's name in lower case; ``value`` itself if it is not a string.
+    """
     name = _lower(value)
     if not isinstance(name, str):
         return name
@@ -60,7 +74,7 @@ def _negated(value: object) -> object:
 
 
 def _stated(value: object) -> object:
-    """JSON without entries that are null or empty: leaving one out says the same."""
+    """Remove null and empty entries from JSON: they mean the same as absent ones."""
     if isinstance(value, dict):
         kept = {key: _stated(one) for key, one in value.items()}
         return {key: one for key, one in kept.items() if one is not None and one != {}}
@@ -68,7 +82,7 @@ def _stated(value: object) -> object:
 
 
 def _packing(value: object) -> object:
-    """How AutoRound lays tensors out, whichever kernel the name recommends beside."""
+    """Return the tensor layout in an AutoRound packing name, without the recommended kernel."""
     name = _lower(value)
     if not isinstance(name, str):
         return name
@@ -79,7 +93,14 @@ def _packing(value: object) -> object:
 
 
 def quantizers(value: object) -> list[str] | None:
-    """The tools that ``meta`` says wrote the file, without their versions."""
+    """Return the tools that wrote a checkpoint according to its ``meta`` entry.
+
+    Args:
+        value: Value of ``meta``.
+
+    Returns:
+        Sorted names without versions, or None if there are none.
+    """
     names = value.get("quantizer") if isinstance(value, dict) else None
     listed = names if isinstance(names, list) else [names]
     return sorted({name.partition(":")[0] for name in listed if isinstance(name, str)}) or None
@@ -87,10 +108,13 @@ def quantizers(value: object) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that is said, under any of several names.
+    """One setting that may be stated under several names.
 
-    ``names``: name -> the value's meaning, in which all that say it must agree (None: it says nothing);
-    ``tools``: those in whose settings the names mean this, all where empty; ``but``: those in whose they do not.
+    Attributes:
+        names: Function that normalizes the value, by name. All stated values must agree once normalized; None means
+            that a value states nothing.
+        tools: Tools in whose settings the names have this meaning; all if empty.
+        but: Tools in whose settings they do not.
     """
 
     names: Mapping[str, Callable[[object], object]]
@@ -98,7 +122,14 @@ class Fact:
     but: frozenset[str] = field(default=frozenset())
 
     def holds_for(self, name: object) -> bool:
-        """Whether the names mean this in the settings of the tool."""
+        """Return whether the names have this meaning in a tool's settings.
+
+        Args:
+            name: The tool.
+
+        Returns:
+            True if they have.
+        """
         return (not self.tools or name in self.tools) and name not in self.but
 
 
@@ -106,15 +137,15 @@ def _fact(*names: str, means: Callable[[object], object] = _same, tools: Sequenc
     return Fact(dict.fromkeys(names, means), frozenset(tools))
 
 
-#: beside another tool's ``quant_method``: the algorithm by which ModelOpt quantised the experts (DeepSeek-V4's)
+#: Entry with ModelOpt's algorithm for the experts, next to the ``quant_method`` of another tool (DeepSeek-V4).
 OF_EXPERTS = "moe_quant_algo"
 
-#: everything at the top level of a tool's settings that some format reads
+#: All settings at the top level of a tool's config that some format reads.
 FACTS = (
     _fact("quant_method", "method", means=tool),
     _fact("bits", "w_bit", "wbits"),
     _fact("group_size", "q_group_size"),
-    # in AWQ's settings of some versions of GPTQModel sym is true, whatever zero_point says, which decides
+    # Some versions of GPTQModel always write sym=true in AWQ settings; zero_point decides there.
     Fact(
         {"sym": _same, "symmetric": _same, "zero_point": _negated, "has_zero_point": _negated}, but=frozenset({"awq"})
     ),
@@ -145,7 +176,7 @@ FACTS = (
 
 _INTEGERS = ("gptq", "awq", "auto-round")
 _SGLANG = ("w8a8_int8", "w8a8_fp8")
-#: entries that only some tools write: beside the name of another they contradict it
+#: Entries that only some tools write; together with the name of another tool they are contradictory.
 OWNERS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("quant_algo", "quantized_layers"), ("modelopt",)),
     **dict.fromkeys(("global_quant_config", "layer_quant_config", "layer_type_quant_config"), ("quark",)),
@@ -153,22 +184,30 @@ OWNERS: Mapping[str, Sequence[str]] = {
     "weight_block_size": ("fp8", "mxfp8", "auto-round"),
     "activation_scheme": ("fp8", "mxfp8", "auto-round", *_SGLANG),
     **dict.fromkeys(("dynamic", "desc_act", "checkpoint_format"), _INTEGERS),
-    # AutoRound's, in the forms of other tools too
+    # AutoRound also writes these when it exports the formats of other tools.
     **dict.fromkeys(("extra_config", "act_bits", "act_data_type"), (*_INTEGERS, "fp8")),
 }
 _TOOLS = frozenset(name for names in OWNERS.values() for name in names) | {"mxfp4"}
 
 
 def read_quantization(folder: Path, config: Entries) -> dict[str, Any]:
-    """What the folder's JSON files say of its quantisation, as one object; empty where they say nothing.
+    """Merge the quantization settings of a folder's JSON files into one object.
 
-    Raises CheckpointError for a statement that is no object, and for two that contradict each other.
+    Args:
+        folder: The checkpoint folder.
+        config: Content of its config.json.
+
+    Returns:
+        The merged settings; empty if there are none.
+
+    Raises:
+        CheckpointError: Settings are not a JSON object, or two of them contradict each other.
     """
     found = list(_in_config(config))
     implied: dict[str, Any] = {}
     for name, part, owner in _BESIDE:
         path = folder / name
-        # a link to what a download has not brought is there: what it says would be missed
+        # A dangling link to a file that was not downloaded counts as present: its settings must not be ignored.
         if not os.path.lexists(path):
             continue
         content, where = load_object(path), name
@@ -208,9 +247,15 @@ def _statement(where: str, content: object) -> Statement:
 
 
 def check_statements(folder: Path, found: Sequence[Statement], method: str | None) -> None:
-    """CheckpointError, naming both, for two of ``found`` that contradict each other.
+    """Refuse settings that contradict each other.
 
-    ``method``: the ``quant_method`` in force.
+    Args:
+        folder: The checkpoint folder, for messages.
+        found: All settings of the folder.
+        method: The effective ``quant_method``.
+
+    Raises:
+        CheckpointError: Two settings contradict each other; the message names both.
     """
     named = tool(method)
     for fact in FACTS:
@@ -233,7 +278,7 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
                     )
     if named not in _TOOLS:
         return
-    # ModelOpt's experts in the model of another tool: its entries are said of these
+    # If ModelOpt quantized the experts in another tool's checkpoint, its entries describe the experts.
     known = {named, "modelopt"} if any(s.entries.get(OF_EXPERTS) is not None for s in found) else {named}
     for statement in found:
         for name, owners in OWNERS.items():
@@ -254,5 +299,13 @@ def _where_named(found: Sequence[Statement]) -> str:
 
 
 def names_method(quant_methods: Sequence[str], method: object) -> bool:
-    """Whether ``quant_methods`` has ``method``, or the tool that it is a variant of ("modelopt_mixed")."""
+    """Return whether ``quant_methods`` contains a method or the tool it is a variant of.
+
+    Args:
+        quant_methods: Names of methods.
+        method: The ``quant_method``; "modelopt_mixed" is a variant of "modelopt".
+
+    Returns:
+        True if it is contained.
+    """
     return method in quant_methods or ("modelopt" in quant_methods and tool(method) == "modelopt")

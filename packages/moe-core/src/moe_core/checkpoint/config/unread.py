@@ -1,4 +1,4 @@
-"""Entries of config.json that change what experts compute, or how they are chosen, and are not understood."""
+"""Find unsupported config.json entries that may change routing or experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_core.checkpoint.config.keys import ConfigKeys
 _MARKS = frozenset(
     {"alpha", "beta", "limit", "limits", "clamp", "cap", "softcap", "softcapping", "temperature", "multiplier", "hash"}
 )
-#: of which a name alone may be an entry of experts: temperatures are those of generation, which transformers writes too
+#: Names that may describe experts on their own. A plain "temperature" is a generation setting of transformers.
 _ALONE = _MARKS - {"temperature"}
 _EXPERTS = frozenset({"swiglu", "glu", "mlp", "ffn", "moe", "expert", "experts", "act", "activation", "gate", "up"})
 _ROUTER = frozenset({"router", "routing", "route", "hash"})
@@ -20,12 +20,22 @@ _ELSEWHERE = frozenset({"shared", "attn", "attention", "final", "lora", "rope", 
 _READ = (keys.SWIGLU_LIMIT, keys.SWIGLU_ALPHA, keys.SITU_BETA, keys.SITU_LIMIT, keys.HASH_LAYERS)
 _ROUTING = frozenset({*keys.SCORING, *keys.RENORMALIZE, *keys.SCALING})
 
-#: least sums by which weights are divided: what is larger than this changes them
+#: Lower bounds on the sum that router weights are divided by; values above these limits change the weights.
 _DIVISION_GUARDS = {"moe_norm_min": 1e-9}
 
 
 def unread_entries(entries: ConfigKeys, family: Family, *, routing: bool, activation: bool) -> Iterator[str]:
-    """Keys of such entries that ``family`` does not read: those of ``routing`` and of ``activation``, where wanted."""
+    """Find entries about routing or activation that the family's code does not read.
+
+    Args:
+        entries: config.json entries of the layer.
+        family: The model family.
+        routing: Whether to report entries about routing.
+        activation: Whether to report entries about the activation.
+
+    Yields:
+        Keys of such entries.
+    """
     read = {name for names in _READ if names[0] in family.reads for name in names} | family.outside | _ROUTING
     for key, value in entries.entries.items():
         words = frozenset(re.split(r"[_\W]+", key.lower()))

@@ -1,1 +1,1 @@
-"""The experts of one layer in a checkpoint: their tensors, stacked into canonical weights."""
+"""Read the experts of one layer and stack their tensors into canonical weights."""

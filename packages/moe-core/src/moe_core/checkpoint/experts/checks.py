@@ -1,4 +1,4 @@
-"""Checks of the tensors of a layer's experts: shapes and dtypes."""
+"""Check shapes and dtypes of a layer's expert tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ def check_expert_tensor(
     *,
     also: Sequence[Sequence[int]] = (),
 ) -> None:
-    """CheckpointError unless the projection's tensors, of every expert, have this shape and one of these dtypes.
+    """Check the shape and dtype of a projection's tensors, which are the same for every expert.
 
-    ``also``: other shapes of the same values; the message names ``shape`` alone.
+    Args:
+        layer: The layer's expert tensors.
+        projection: "gate", "up", "gate_up" or "down".
+        suffix: Suffix of the tensors' names.
+        shape: Expected shape of one expert's tensor.
+        dtypes: Accepted dtypes.
+        why: Reason for the expectation, for the message.
+        also: Other accepted shapes of the same values; the message names ``shape`` only.
+
+    Raises:
+        CheckpointError: The tensors have another shape or dtype, or are missing.
     """
     name = layer.name(0, projection, suffix)
     found = layer.shape(projection, suffix)

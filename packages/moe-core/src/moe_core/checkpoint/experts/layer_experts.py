@@ -1,4 +1,4 @@
-"""The expert tensors of one layer, whatever their naming."""
+"""Access the expert tensors of one layer independently of their naming."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ T = TypeVar("T")
 class LayerExperts:
     """Tensors of the routed experts of one layer, by expert, projection and suffix.
 
-    - ``prefix`` of the experts ("model.layers.3.mlp.experts"), ``block`` ("model.layers.3.mlp"), ``index`` of the layer
-    - ``stack``: first part of the prefix, by which models with several stacks of layers name them ("thinker")
-    - ``projections``: ``{"gate", "up", "down"}``, ``{"gate_up", "down"}``, or ``{"up", "down"}`` without a gate
-    - ``stacked_names``: the checkpoint holds one tensor ``[E, ...]`` for all experts
+    All experts are complete, and the tensors of one projection and suffix have the same shape and dtype.
 
-    All experts are complete, and tensors of one projection and suffix agree in shape and dtype.
+    Attributes:
+        checkpoint: The checkpoint that stores the tensors.
+        prefix: Name prefix of the experts ("model.layers.3.mlp.experts").
+        block: Name prefix of the MoE block ("model.layers.3.mlp").
+        index: Index of the layer.
+        num_experts: Number of experts.
+        stacked_names: Whether the checkpoint stores one tensor ``[E, ...]`` for all experts.
     """
 
     checkpoint: Checkpoint
@@ -42,15 +45,20 @@ class LayerExperts:
     index: int
     num_experts: int
     stacked_names: bool
-    _names: Mapping[Key, Sequence[str]]  # in the order of experts, or one of all
+    _names: Mapping[Key, Sequence[str]]  # one name per expert, in order, or one name for all experts
     _infos: Mapping[Key, TensorInfo]
     _understood: dict[object, tuple[object, object]] = field(default_factory=dict, repr=False)
     _found: dict[object, object] = field(default_factory=dict, repr=False)
 
     def understood(self, quantization: Q, parse: Callable[[Q, LayerExperts], T]) -> T:
-        """``parse(quantization, self)``, done once: several formats ask what one tool's config says of a layer.
+        """Return the cached result of ``parse(quantization, self)``, which several formats share.
 
-        ``quantization`` is known by identity, and must stay as it is.
+        Args:
+            quantization: Quantization settings of a tool; compared by identity, so it must not be modified.
+            parse: Interprets the settings for a layer.
+
+        Returns:
+            The result of ``parse``.
         """
         given, found = self._understood.get(parse, (None, None))
         if given is not quantization:
@@ -59,49 +67,89 @@ class LayerExperts:
         return cast("T", found)
 
     def once(self, key: object, find: Callable[[], T]) -> T:
-        """What ``find()`` returned the first time for ``key``."""
+        """Return the cached result of ``find()`` for ``key``.
+
+        Args:
+            key: Hashable cache key.
+            find: Computes the result; called on the first request for ``key`` only.
+
+        Returns:
+            The result of the first call.
+        """
         if key not in self._found:
             self._found[key] = find()
         return cast("T", self._found[key])
 
     @property
     def stack(self) -> str:
+        """The first component of the prefix, which names a stack of layers ("thinker")."""
         return self.prefix.partition(".")[0]
 
     @property
     def projections(self) -> frozenset[str]:
+        """``{"gate", "up", "down"}``, ``{"gate_up", "down"}``, or ``{"up", "down"}`` without a gate."""
         return frozenset(projection for projection, _ in self._infos)
 
     @property
     def is_gated(self) -> bool:
+        """Whether the experts have a gate projection."""
         return bool(self.projections & {"gate", "gate_up"})
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is a linear layer beside the experts, shown as one (:mod:`moe_core.checkpoint.linear`)."""
+        """Whether this is a linear layer (:mod:`moe_core.checkpoint.linear`), not experts."""
         return self.projections == {"down"}
 
     @property
     def has_bias(self) -> bool:
+        """Whether any projection has a bias."""
         return any(suffix == "bias" for _, suffix in self._infos)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Size of all tensors in bytes, as stored."""
         each = 1 if self.stacked_names else self.num_experts
         return each * sum(
             math.prod(info.shape) * (1 if info.dtype is None else info.dtype.itemsize) for info in self._infos.values()
         )
 
     def suffixes(self, projection: str) -> tuple[str, ...]:
-        """Suffixes of the projection's tensors ("weight", "weight_scale_inv", …), sorted."""
+        """Return the suffixes of a projection's tensors ("weight", "weight_scale_inv", …).
+
+        Args:
+            projection: One of ``projections``.
+
+        Returns:
+            The suffixes, sorted.
+        """
         return tuple(sorted(suffix for found, suffix in self._infos if found == projection))
 
     def has(self, projection: str, suffix: str) -> bool:
+        """Return whether a projection has tensors with a suffix.
+
+        Args:
+            projection: Name of the projection.
+            suffix: Suffix of the tensors' names.
+
+        Returns:
+            True if it has.
+        """
         return (projection, suffix) in self._infos
 
     def name(self, expert: int, projection: str, suffix: str) -> str:
-        """Name in the checkpoint; CheckpointError where there is no such tensor."""
+        """Return the name of a tensor in the checkpoint.
+
+        Args:
+            expert: Global id of the expert.
+            projection: One of ``projections``.
+            suffix: Suffix of the tensor's name.
+
+        Returns:
+            The name; that of the stacked tensor if all experts share one.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
         names = self._names.get((projection, suffix), ())
         at = 0 if self.stacked_names else expert
         if not 0 <= at < len(names):
@@ -112,43 +160,121 @@ class LayerExperts:
         return names[at]
 
     def _names_of(self, projection: str, suffix: str, experts: Sequence[int]) -> Iterable[str]:
-        """:meth:`name` of several experts."""
+        """Return :meth:`name` for several experts."""
         names = self._names.get((projection, suffix), ())
         if self.stacked_names or not names or min(experts, default=0) < 0 or max(experts, default=0) >= len(names):
             return [self.name(expert, projection, suffix) for expert in experts]
         return map(names.__getitem__, experts)
 
     def shape(self, projection: str, suffix: str) -> tuple[int, ...]:
-        """Shape of one expert's tensor."""
+        """Return the shape of one expert's tensor.
+
+        Args:
+            projection: One of ``projections``.
+            suffix: Suffix of the tensor's name.
+
+        Returns:
+            The shape without the expert dimension.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
         info = self._info(projection, suffix)
         return info.shape[1:] if self._per_expert(info) else info.shape
 
     def dtype(self, projection: str, suffix: str) -> torch.dtype | None:
-        """dtype of the tensors; None for one that torch has not."""
+        """Return the dtype of the tensors.
+
+        Args:
+            projection: One of ``projections``.
+            suffix: Suffix of the tensors' names.
+
+        Returns:
+            The dtype, or None if torch does not have it.
+
+        Raises:
+            CheckpointError: There are no such tensors.
+        """
         return self._info(projection, suffix).dtype
 
     def stored_dtype(self, projection: str, suffix: str) -> str:
-        """dtype as safetensors spells it, e.g. "F8_E4M3"."""
+        """Return the dtype of the tensors as safetensors spells it ("F8_E4M3").
+
+        Args:
+            projection: One of ``projections``.
+            suffix: Suffix of the tensors' names.
+
+        Returns:
+            The dtype's name.
+
+        Raises:
+            CheckpointError: There are no such tensors.
+        """
         return self._info(projection, suffix).stored_dtype
 
     def tensor(self, expert: int, projection: str, suffix: str) -> Tensor:
-        """One expert's tensor, on the CPU, exactly as stored; a copy."""
+        """Read one expert's tensor exactly as stored.
+
+        Args:
+            expert: Global id of the expert.
+            projection: One of ``projections``.
+            suffix: Suffix of the tensor's name.
+
+        Returns:
+            A new tensor on the CPU.
+
+        Raises:
+            CheckpointError: There is no such tensor, or it cannot be read.
+        """
         name = self.name(expert, projection, suffix)
         if self._per_expert(self._info(projection, suffix)):
             return self.checkpoint.part(name, expert)
         return self.checkpoint.tensor(name)
 
     def read_into(self, expert: int, projection: str, suffix: str, out: Tensor) -> None:
-        """Read :meth:`tensor` into ``out``: contiguous, on the CPU, of its dtype and shape."""
+        """Read one expert's tensor into an existing tensor.
+
+        Args:
+            expert: Global id of the expert.
+            projection: One of ``projections``.
+            suffix: Suffix of the tensor's name.
+            out: Contiguous CPU tensor of the stored dtype and shape.
+
+        Raises:
+            CheckpointError: There is no such tensor, or it cannot be read.
+        """
         entry = expert if self._per_expert(self._info(projection, suffix)) else None
         self.checkpoint.read_into(self.name(expert, projection, suffix), out, entry)
 
     def stacked(self, projection: str, suffix: str, experts: Sequence[int]) -> Tensor:
-        """``[len(experts), ...]`` on the CPU."""
+        """Read the tensors of several experts into one tensor.
+
+        Args:
+            projection: One of ``projections``.
+            suffix: Suffix of the tensors' names.
+            experts: Global ids of the experts.
+
+        Returns:
+            ``[len(experts), ...]`` on the CPU.
+
+        Raises:
+            CheckpointError: There are no such tensors, or torch does not have their dtype.
+        """
         return self.stacked_together(((projection, suffix),), experts)[projection, suffix]
 
     def stacked_together(self, keys: Iterable[Key], experts: Sequence[int]) -> dict[Key, Tensor]:
-        """:meth:`stacked` of several projections and suffixes; what lies side by side in the file is read at once."""
+        """Read :meth:`stacked` for several projections and suffixes, in one pass over the file.
+
+        Args:
+            keys: (projection, suffix) of each stack.
+            experts: Global ids of the experts.
+
+        Returns:
+            ``[len(experts), ...]`` on the CPU for each key.
+
+        Raises:
+            CheckpointError: There are no such tensors, or torch does not have their dtype.
+        """
         found: dict[Key, Tensor] = {}
         for projection, suffix in keys:
             dtype = self.dtype(projection, suffix)
@@ -163,9 +289,14 @@ class LayerExperts:
         return found
 
     def read_all(self, experts: Sequence[int], outs: Mapping[Key, Sequence[memoryview]]) -> None:
-        """Read :meth:`stacked` of several projections and suffixes into their ``outs``, in the order of the file.
+        """Read tensors of several projections and suffixes into buffers, in file order.
 
-        ``outs``: for each expert the place of its tensor's bytes; none where it has no elements.
+        Args:
+            experts: Global ids of the experts.
+            outs: For each (projection, suffix), one byte buffer per expert; empty if the tensors have no elements.
+
+        Raises:
+            CheckpointError: There are no such tensors, or they cannot be read.
         """
         parts: list[Part] = []
         for (projection, suffix), places in outs.items():
@@ -178,7 +309,7 @@ class LayerExperts:
         self.checkpoint.read_all(parts)
 
     def _per_expert(self, info: TensorInfo) -> bool:
-        """Whether the tensor's first dimension counts experts (a value shared by all has none)."""
+        """Return whether the tensor has an expert dimension; a value shared by all experts has none."""
         return self.stacked_names and info.shape[:1] == (self.num_experts,)
 
     def _info(self, projection: str, suffix: str) -> TensorInfo:
@@ -193,9 +324,19 @@ class LayerExperts:
 
 
 def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | None = None) -> LayerExperts:
-    """The experts of layer ``index``, or of the first layer that has any; ``stack`` as for Checkpoint.expert_tensors.
+    """Find the experts of a layer.
 
-    Raises CheckpointError where there are none, or they are incomplete or of different shapes.
+    Args:
+        checkpoint: The open checkpoint.
+        index: Index of the layer; default the first one with experts.
+        stack: First component of the tensor names of one stack of layers, see ``Checkpoint.expert_tensors``.
+
+    Returns:
+        The layer's expert tensors.
+
+    Raises:
+        CheckpointError: The layer has no experts, or they are incomplete or differ in shape or dtype.
+        ConfigError: ``index`` is not an integer.
     """
     layers = checkpoint.expert_tensors(stack)
     if not layers:
@@ -213,7 +354,15 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
 
 
 def left_out(checkpoint: Checkpoint, layer: int | None = None) -> str:
-    """What to add where experts (of a ``layer``) are missing: the file that holds some and is not read."""
+    """Return a hint for errors about missing experts: an ignored file that contains some.
+
+    Args:
+        checkpoint: The open checkpoint.
+        layer: Index of the layer with missing experts; default any layer.
+
+    Returns:
+        A clause that starts with "; ", or "" if no ignored file contains any.
+    """
 
     def wanted(name: str) -> bool:
         parsed = parse_name(name)
@@ -223,7 +372,7 @@ def left_out(checkpoint: Checkpoint, layer: int | None = None) -> str:
 
 
 def _no_experts(checkpoint: Checkpoint) -> CheckpointError:
-    """Why no layer of the checkpoint has experts: what holds them instead, or that the model is dense."""
+    """Return the error for a checkpoint without experts, with the likely reason."""
     kind = checkpoint.config.get("model_type")
     refusal = refusal_of(kind) if isinstance(kind, str) else None
     pickled = pickled_files(checkpoint.path)
@@ -268,7 +417,7 @@ def _collect(checkpoint: Checkpoint, found: LayerNames) -> LayerExperts:
 
 def _stacked_infos(checkpoint: Checkpoint, names: Mapping[Key, Sequence[str]]) -> dict[Key, TensorInfo]:
     infos = {key: checkpoint.info(name) for key, (name,) in names.items()}
-    # the weights say how many experts there are; [] and [1] hold a value that all of them share
+    # The weights determine the number of experts. Tensors of shape [] and [1] hold a value shared by all experts.
     weights = [info for info in infos.values() if len(info.shape) >= 3]
     if not weights:
         one = next(iter(infos.values()))
@@ -285,7 +434,7 @@ def _stacked_infos(checkpoint: Checkpoint, names: Mapping[Key, Sequence[str]]) -
 
 
 def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str, ...]]:
-    """Names of tensors of experts one by one, in the order of experts; CheckpointError where one is missing."""
+    """Return the names of per-expert tensors by expert; raise CheckpointError if one is missing."""
     experts = sorted({expert for tensors in found.tensors.values() for expert in tensors if expert is not None})
     for position, expert in enumerate(experts):
         if position != expert:
@@ -299,7 +448,7 @@ def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str,
         if len(tensors) < len(experts):
             expert = next(expert for expert in experts if expert not in tensors)
             other, there = next(iter(tensors.items()))
-            # behind the prefix the first number is the expert's, with a projection before or after it
+            # The first number after the prefix is the expert id; the projection may precede or follow it.
             begin, _, end = there[len(found.prefix) :].partition(f".{other}.")
             missing = f"{found.prefix}{begin}.{expert}.{end}"
             raise CheckpointError(
@@ -310,7 +459,7 @@ def _complete(checkpoint: Checkpoint, found: LayerNames) -> dict[Key, tuple[str,
 
 
 def _uniform_info(checkpoint: Checkpoint, names: Sequence[str]) -> TensorInfo:
-    """What all of the tensors are; CheckpointError where they differ in shape or dtype."""
+    """Return the common shape and dtype of the tensors; raise CheckpointError if they differ."""
     info = checkpoint.info(names[0])
     other = checkpoint.first_unlike(names)
     if other is not None:
@@ -327,9 +476,9 @@ def _check_projections(checkpoint: Checkpoint, layer: LayerNames, found: frozens
 
 
 def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
-    """CheckpointError for a tensor under ``prefix`` that is no projection's: experts compute with it."""
+    """Refuse tensors of no projection under ``prefix``: they may change what experts compute."""
     for name in checkpoint.no_projections:
-        # Granite's experts lie beside the router, Laguna's correction bias among the experts
+        # Granite stores its experts next to the router, and Laguna its correction bias under the experts' prefix.
         if not prefix.endswith(".experts") or name == f"{prefix}.e_score_correction_bias":
             continue
         if name.startswith(f"{prefix}."):
@@ -339,7 +488,14 @@ def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
 
 
 def ranges(layers: Iterable[int]) -> str:
-    """ "3-60", "0, 2, 4-7"."""
+    """Format indices for a message: "3-60", "0, 2, 4-7".
+
+    Args:
+        layers: Distinct indices.
+
+    Returns:
+        Their ranges in ascending order.
+    """
     parts: list[list[int]] = []
     for number in sorted(layers):
         if parts and number == parts[-1][1] + 1:

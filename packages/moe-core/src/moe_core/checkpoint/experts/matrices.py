@@ -1,4 +1,4 @@
-"""The matrices of one layer's experts: which tensors make up w13 and w2, and what shapes config.json gives them."""
+"""Map expert projections to w13 and w2, with the shapes that config.json implies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class ExpertMatrices:
     """Projections of one expert and their sizes.
 
-    ``first``: what lies below one another in w13 (``("gate", "up")``, ``("gate_up",)`` or ``("up",)``);
-    ``sizes``: [rows, cols] of each projection, rows are output features.
+    Attributes:
+        first: Projections whose rows are concatenated in w13: ``("gate", "up")``, ``("gate_up",)`` or ``("up",)``.
+        sizes: [rows, cols] of each projection; rows are output features.
     """
 
     first: tuple[str, ...]
@@ -30,7 +31,15 @@ class ExpertMatrices:
 
     @staticmethod
     def of(layer: LayerExperts, config: FusedMoEConfig) -> ExpertMatrices:
-        """As ``config`` has them; the tensors are not looked at."""
+        """Derive the matrices from the configuration, without checking the stored tensors.
+
+        Args:
+            layer: The layer's expert tensors.
+            config: Sizes of the layer.
+
+        Returns:
+            Its projections with their sizes.
+        """
         inter, hidden = config.intermediate_size, config.hidden_size
         if "gate_up" in layer.projections:
             return ExpertMatrices(("gate_up",), {"gate_up": (2 * inter, hidden), "down": (hidden, inter)})
@@ -39,14 +48,22 @@ class ExpertMatrices:
 
     @property
     def stacks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(canonical name, projections) of both weights."""
+        """(canonical name, projections) of w13 and w2."""
         return (("w13", self.first), ("w2", ("down",)))
 
 
 def module_name(layer: LayerExperts, projection: str, expert: int = 0) -> str:
-    """Name of the linear module (``model.layers.0.mlp.experts.0.up_proj``) that owns the projection's tensors.
+    """Return the name of the linear module that owns a projection's tensors.
 
-    Stacked tensors named ``experts.up_proj`` have no module of their own; theirs counts as one.
+    Stacked tensors named ``experts.up_proj`` have no linear module; their own name is used.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: One of the layer's projections.
+        expert: Global id of the expert.
+
+    Returns:
+        The module's name (``model.layers.0.mlp.experts.0.up_proj``).
     """
     for suffix in layer.suffixes(projection):
         name = layer.name(expert, projection, suffix)
@@ -57,14 +74,32 @@ def module_name(layer: LayerExperts, projection: str, expert: int = 0) -> str:
 
 
 def expert_modules(layer: LayerExperts) -> Iterator[tuple[int, str, str]]:
-    """(expert, projection, module's name) of every linear module; of the first expert alone where they are stacked."""
+    """Yield every linear module of the experts.
+
+    Args:
+        layer: The layer's expert tensors.
+
+    Yields:
+        (expert, projection, name of the module); only those of expert 0 if experts are stored stacked.
+    """
     for projection in sorted(layer.projections):
         for expert in range(1 if layer.stacked_names else layer.num_experts):
             yield expert, projection, module_name(layer, projection, expert)
 
 
 def stored_matrix(layer: LayerExperts, projection: str) -> tuple[int, int]:
-    """Shape of one expert's weight as stored; CheckpointError where it is no matrix."""
+    """Return the stored shape of one expert's weight.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: One of the layer's projections.
+
+    Returns:
+        (rows, cols) as stored.
+
+    Raises:
+        CheckpointError: The weight is not a matrix.
+    """
     shape = layer.shape(projection, "weight")
     if len(shape) != 2:
         raise CheckpointError(
@@ -74,9 +109,18 @@ def stored_matrix(layer: LayerExperts, projection: str) -> tuple[int, int]:
 
 
 def is_transposed(layer: LayerExperts) -> bool:
-    """Whether stacked gate and up are columns: [K, 2N] and [N, K], as some models keep them.
+    """Return whether fused weights are stored transposed: gate_up as [K, 2N] and down as [N, K].
 
-    2N and N cannot both equal K, so the shapes tell.
+    2N and N cannot both equal K, so the shapes are unambiguous.
+
+    Args:
+        layer: The layer's expert tensors.
+
+    Returns:
+        True if they are; False for unfused gate and up.
+
+    Raises:
+        CheckpointError: A weight is not a matrix.
     """
     if "gate_up" not in layer.projections:
         return False
@@ -85,11 +129,23 @@ def is_transposed(layer: LayerExperts) -> bool:
 
 
 def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
-    """Whether gate and up lie in one tensor whose rows are theirs in turns: gate 0, up 0, gate 1, … (gpt-oss).
+    """Return whether gate and up rows are interleaved in one tensor, as in gpt-oss.
 
-    ``blocks``: it is a tensor that gpt-oss alone is known to have, as those are that GPTQModel names
-    ``experts.gate_up.<e>``.  What no family describes is a relative then; it raises CheckpointError for a model of
-    another family, of which nobody says how its rows lie.
+    The order of rows is then gate 0, up 0, gate 1, …
+
+    Some tensors are known from gpt-oss only: ``gate_up_proj_blocks``, and ``experts.gate_up.<e>`` of GPTQModel. With
+    such tensors, a model of an unknown family is treated as a gpt-oss variant. For any other known family, the order
+    of rows is unknown.
+
+    Args:
+        layer: The layer's expert tensors.
+        blocks: Whether the layer has ``gate_up_proj_blocks``.
+
+    Returns:
+        True if the rows are interleaved.
+
+    Raises:
+        CheckpointError: A known family other than gpt-oss has tensors that are known from gpt-oss only.
     """
     if "gate_up" not in layer.projections:
         return False
@@ -112,15 +168,29 @@ def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
 
 
 def gate_rows_first(rows: Tensor, dim: int = 0) -> Tensor:
-    """``rows`` [2N, ...] of gate and up in turns (along ``dim``) as gate rows, then up rows; a copy."""
+    """Reorder interleaved gate and up rows to gate rows followed by up rows.
+
+    Args:
+        rows: [2N, ...] with gate and up rows interleaved along ``dim``.
+        dim: Dimension of the rows.
+
+    Returns:
+        A copy in the new order.
+    """
     pairs = rows.reshape(*rows.shape[:dim], -1, 2, *rows.shape[dim + 1 :])
     return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def unquantized_reason(layer: LayerExperts) -> str | None:
-    """Why the experts count as not quantised ("its weights are BF16 without scales"), None if any tensor of them is.
+    """Return why the experts count as unquantized ("its weights are BF16 without scales").
 
-    config.json has no say: tools leave experts out without telling it.
+    config.json is ignored, because tools leave experts unquantized without recording it there.
+
+    Args:
+        layer: The layer's expert tensors.
+
+    Returns:
+        The reason, or None if any of their tensors is quantized.
     """
     for projection in layer.projections:
         for suffix in layer.suffixes(projection):

@@ -1,7 +1,8 @@
-"""The base of formats whose tensors, once config.json is understood, are read alike for every tool.
+"""Base classes of formats whose tensors are read in the same way for all tools.
 
-A format says how the experts are quantised (:meth:`QuantizedFormat.storage`), and what it says knows how such tensors
-lie (:meth:`ExpertStorage.layout`); finding, checking and loading them is the same for all.
+A format interprets config.json and returns how the experts are quantized (:meth:`QuantizedFormat.storage`). That
+storage describes the layout of the tensors (:meth:`ExpertStorage.layout`). Finding, checking and loading the tensors is
+common to all formats.
 """
 
 from __future__ import annotations
@@ -31,25 +32,34 @@ from moe_core.spec.weights import MoEWeights
 
 @dataclass(frozen=True, eq=False)
 class QuantizedLayout(ExpertLayout):
-    """How one layer's quantised matrices and their scales lie.  ``storage``: how they are quantised."""
+    """Layout of one layer's quantized matrices and scales.
+
+    Attributes:
+        weight_key: Quantization of the weights.
+        storage: How the tool quantized the experts.
+    """
 
     weight_key: QuantKey
     storage: ExpertStorage
 
     @property
     def sized(self) -> str:
-        """Where sizes of matrices are said, for messages."""
+        """The source of the matrices' sizes, for messages."""
         return f"hidden size and intermediate size of {self.layer.checkpoint.path / 'config.json'}"
 
     @property
     def is_static(self) -> bool:
-        """Whether activations have scales in the checkpoint."""
+        """Whether activations use scales from the checkpoint."""
         return self.activation_key is not None and self.activation_key.is_static
 
     def warn_of_unused(self, projection: str, suffix: str) -> None:
-        """CheckpointWarning of an activation scale that the checkpoint's settings have no use for.
+        """Warn about an activation scale that is unused according to the checkpoint's own settings.
 
-        None where they do, and other activations were asked for.
+        There is no warning if the settings use it and the caller requested other activations.
+
+        Args:
+            projection: Projection of the scale.
+            suffix: Suffix of the scale's name.
         """
         if self.storage.activation is not None and self.storage.activation.is_static:
             return
@@ -60,9 +70,16 @@ class QuantizedLayout(ExpertLayout):
 
     @abstractmethod
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
-        """Names, shapes and dtypes of everything that belongs to the projection, a [rows, cols] matrix.
+        """Check names, shapes and dtypes of all tensors of a projection.
 
-        Raises CheckpointError that names the tensor.
+        Args:
+            projection: One of the layer's projections.
+            size: [rows, cols] of the matrix.
+            experts: Global ids of the experts.
+            has_bias: Whether the projection must have a bias.
+
+        Raises:
+            CheckpointError: A tensor is missing or has the wrong shape or dtype; the message names it.
         """
 
     @abstractmethod
@@ -76,9 +93,21 @@ class QuantizedLayout(ExpertLayout):
         *,
         has_bias: bool,
     ) -> dict[str, Tensor] | Asking[dict[str, Tensor]]:
-        """The canonical tensors of w13 or w2 (``name``), whose matrices lie in ``projections``, by name.
+        """Build the canonical tensors of w13 or w2.
 
-        As a generator it asks for them (``tensor = yield Stack(...)``): what w13 and w2 ask for is read together.
+        A generator requests stored tensors with ``tensor = yield Stack(...)``; the requests of w13 and w2 are then read
+        together.
+
+        Args:
+            name: "w13" or "w2".
+            projections: Projections that make up the weight.
+            matrices: Sizes of all projections.
+            experts: Global ids of the experts.
+            device: Where the tensors are allocated.
+            has_bias: Whether the projections have biases.
+
+        Returns:
+            The tensors by canonical name, or a generator that returns them.
         """
 
     def stacked(
@@ -90,7 +119,18 @@ class QuantizedLayout(ExpertLayout):
         *,
         has_bias: bool,
     ) -> dict[str, Tensor]:
-        """What :meth:`stack` gives for each name and its projections, all of them together."""
+        """Build the canonical tensors of several weights, reading their stored tensors together.
+
+        Args:
+            stacks: (name, projections) of each weight, as for :meth:`stack`.
+            matrices: Sizes of all projections.
+            experts: Global ids of the experts.
+            device: Where the tensors are allocated.
+            has_bias: Whether the projections have biases.
+
+        Returns:
+            The tensors by canonical name.
+        """
         tensors: dict[str, Tensor] = {}
         asking: list[Asking[dict[str, Tensor]]] = []
         for name, projections in stacks:
@@ -104,16 +144,21 @@ class QuantizedLayout(ExpertLayout):
         return tensors
 
     def axes(self, projection: str) -> Mapping[str, Axes] | None:
-        """Where rows and columns of the matrix lie in each tensor that :meth:`stack` reads, by suffix.
+        """Map the matrix's rows and columns to dimensions of the stored tensors.
 
-        Of suffixes that the projection does not have nothing need be said; a tensor that is left out is read whole.
-        None where the tensors cannot be read in part.
+        Args:
+            projection: One of the layer's projections.
+
+        Returns:
+            (axis of the rows, axis of the columns) by suffix, for tensors that :meth:`stack` reads. Suffixes that the
+            projection lacks are ignored. Tensors that are not listed are read as a whole. None if the tensors cannot
+            be read in part.
         """
         return None
 
     @property
     def interleaved(self) -> bool:
-        """Whether rows of gate and up in one tensor are theirs in turns."""
+        """Whether gate and up rows are interleaved in one tensor."""
         return False
 
     @functools.cached_property
@@ -122,7 +167,7 @@ class QuantizedLayout(ExpertLayout):
         for projection in sorted(self.layer.projections):
             try:
                 own = self.axes(projection)
-            except CheckpointError:  # which loading the whole layer names as what it is
+            except CheckpointError:  # loading the whole layer reports this error
                 return None
             if own is None:
                 return None
@@ -134,7 +179,16 @@ class QuantizedLayout(ExpertLayout):
         return None if self._axes is None else column_unit(self.layer, self._axes, interleaved=self.interleaved)
 
     def columns_of(self, begin: int, end: int, size: int) -> QuantizedLayout:
-        """The layout of these columns of the intermediate ``size`` alone."""
+        """Return the layout restricted to some columns of the intermediate size.
+
+        Args:
+            begin: First column; a multiple of ``column_unit``.
+            end: End of the columns; a multiple of ``column_unit``, or ``size``.
+            size: The intermediate size of the whole layer.
+
+        Returns:
+            A layout that reads only these columns.
+        """
         layer = SlicedExperts.of(self.layer, self._axes or {}, begin, end, size, interleaved=self.interleaved)
         return replace(self, layer=layer)
 
@@ -166,11 +220,14 @@ class QuantizedLayout(ExpertLayout):
 
 
 class ExpertStorage(ABC):
-    """How one layer's experts are quantised, as their tool's config says; a scheme adds what its kinds differ in.
+    """Quantization of one layer's experts according to the tool's config.
 
-    - ``activation``: key of the activations, None for 16-bit ones
-    - ``why``: where that is said, for messages ("one scale per tensor: quant_algo FP8")
-    - ``interleaved``: :meth:`layout` puts gate and up rows that are stored in turns in order
+    Schemes add fields for their variants.
+
+    Attributes:
+        activation: Quantization of the activations; None for 16 bits.
+        why: The setting that states it, for messages ("one scale per tensor: quant_algo FP8").
+        interleaved: Whether :meth:`layout` supports gate and up rows that are stored interleaved.
     """
 
     interleaved: ClassVar[bool] = False
@@ -179,18 +236,40 @@ class ExpertStorage(ABC):
 
     @abstractmethod
     def layout(self, layer: LayerExperts) -> QuantizedLayout:
-        """How tensors that are so quantised lie; CheckpointError where that can't be told."""
+        """Return the layout of tensors that are quantized in this way.
+
+        Args:
+            layer: The layer's expert tensors.
+
+        Returns:
+            The layout.
+
+        Raises:
+            CheckpointError: The layout cannot be determined.
+        """
 
 
 class QuantizedFormat(CheckpointFormat):
-    """See the module docstring.  ``quant_methods``: all that it reads, the usual one first."""
+    """Base class of formats that interpret a tool's config; see the module docstring.
+
+    ``quant_methods`` lists all methods that the format reads, the most common one first.
+    """
 
     @abstractmethod
     def storage(self, quantization: Mapping[str, Any], layer: LayerExperts) -> ExpertStorage | str:
-        """How the tensors are quantised, or in one clause why they are not of this format.
+        """Interpret the tool's config for a layer.
 
-        Asked where ``quant_method`` is one of the format's.  Raises CheckpointError for a config that is of this format
-        and broken.
+        This is called if ``quant_method`` is one of the format's methods.
+
+        Args:
+            quantization: Quantization settings of the checkpoint.
+            layer: The layer's expert tensors.
+
+        Returns:
+            How the tensors are quantized, or, as one clause, why they do not have this format.
+
+        Raises:
+            CheckpointError: The config has this format but is invalid.
         """
 
     def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> QuantizedLayout | str:

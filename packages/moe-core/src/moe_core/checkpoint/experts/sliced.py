@@ -1,7 +1,7 @@
-"""A layer of which only some columns are read: those of a tensor-parallel rank.
+"""Read a tensor-parallel shard: some columns of a layer's intermediate size.
 
-Gate and up have a row for each column of the intermediate size, down has a column.  In a file either may be contiguous
-or lie apart, and an entry of a tensor may hold several of them (words, blocks that share a scale).
+Each column of the intermediate size is a row of gate and up and a column of down. A shard may be contiguous or strided
+in the file. One entry of a stored tensor may cover several columns (packed words, blocks that share a scale).
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from moe_core.checkpoint.files.staging import bytes_of, places_of
 from moe_core.checkpoint.files.tensor_names import Key
 from moe_core.errors import CheckpointError
 
-#: bytes between two pieces below which they are read together: disks and page caches give whole pages
+#: Pieces with smaller gaps, in bytes, are read together, because disks and page caches deliver whole pages.
 GAP_BYTES = 4096
-#: that are read at a time where pieces are read together
+#: Bytes per read when pieces are read together.
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class StoredAxis:
-    """The dimension ``dim`` of one expert's tensor as stored whose entries hold ``unit`` rows (or columns) each.
+    """Dimension of a stored tensor that corresponds to rows or columns of the matrix.
 
-    ``separate``: where gate and up are one matrix, either begins with an entry of its own, though gate's last one may
-    hold fewer rows; otherwise entries are counted over all rows, and one may hold rows of both.
+    Attributes:
+        dim: Index of the dimension in one expert's tensor.
+        unit: Number of rows (or columns) per entry.
+        separate: For fused gate and up, whether up starts at a new entry, so that gate's last entry may cover fewer
+            rows. Otherwise entries are counted over all rows, and one entry may cover rows of both.
     """
 
     dim: int
@@ -37,17 +40,24 @@ class StoredAxis:
     separate: bool = False
 
     def straddles(self, size: int) -> bool:
-        """Whether an entry holds rows of both, where gate has ``size`` rows and up's come after them."""
+        """Return whether an entry covers rows of both gate and up, if up follows gate.
+
+        Args:
+            size: Number of gate rows.
+
+        Returns:
+            True if gate cannot be read without rows of up.
+        """
         return not self.separate and size % self.unit != 0
 
 
-#: (that of the matrix's rows, that of its columns); None where a tensor has none
+#: (axis of the matrix's rows, axis of its columns); None if the tensor does not have that dimension.
 Axes = tuple[StoredAxis | None, StoredAxis | None]
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Entries ``ranges`` (begin, end) of the dimension ``dim``, which are kept."""
+    """The ranges (begin, end) of entries to read along one dimension."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -59,9 +69,9 @@ class _Slice:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SlicedExperts(LayerExperts):
-    """The columns ``begin`` to ``end`` of a layer of intermediate ``size``, as if the file held no others.
+    """A range of columns of a layer's intermediate size, presented as if the file had no others.
 
-    Shapes and tensors are those of the part; names, dtypes and what a tool's config says are the whole layer's.
+    Shapes and tensors are those of the range. Names, dtypes and the tool's config are those of the whole layer.
     """
 
     _slices: Mapping[Key, _Slice] = field(default_factory=dict)
@@ -70,10 +80,21 @@ class SlicedExperts(LayerExperts):
     def of(
         layer: LayerExperts, axes: Mapping[Key, Axes], begin: int, end: int, size: int, *, interleaved: bool
     ) -> SlicedExperts:
-        """``axes`` of each projection and suffix; ``interleaved``: rows of gate_up are theirs in turns.
+        """Restrict a layer to a range of columns of its intermediate size.
 
-        ``begin`` and ``end`` are multiples of :func:`column_unit`, or ``size``.  Raises CheckpointError where an entry
-        holds rows of gate and of up, so that neither can be read by itself.
+        Args:
+            layer: The whole layer.
+            axes: Axes of the rows and columns, by projection and suffix.
+            begin: First column; a multiple of :func:`column_unit`.
+            end: End of the columns; a multiple of :func:`column_unit`, or ``size``.
+            size: The intermediate size of the whole layer.
+            interleaved: Whether gate and up rows are interleaved in gate_up.
+
+        Returns:
+            The restricted layer.
+
+        Raises:
+            CheckpointError: An entry covers rows of both gate and up, so that they cannot be read separately.
         """
         slices: dict[Key, _Slice] = {}
         for (projection, suffix), both in axes.items():
@@ -90,7 +111,7 @@ class SlicedExperts(LayerExperts):
                     )
                 each = -(-size // axis.unit)
                 ranges = ((first, last), (each + first, each + last))
-                if interleaved:  # entries are counted over the rows of both
+                if interleaved:  # entries count rows of both gate and up
                     ranges = ((2 * begin // axis.unit, -(-2 * end // axis.unit)),)
             slices[projection, suffix] = _Slice(axis.dim, ranges)
         own = {item.name: getattr(layer, item.name) for item in fields(LayerExperts)}
@@ -136,7 +157,7 @@ class SlicedExperts(LayerExperts):
     def _read_together(
         self, name: str, start: int, to: memoryview, rows: int, pitch: int, pieces: Sequence[tuple[int, int]]
     ) -> None:
-        """Rows at a time, from the first byte that is kept to the last; what lies between is left behind."""
+        """Read several rows at once, including gaps, and copy only the needed pieces."""
         low, high = pieces[0][0], pieces[-1][1]
         kept = torch.frombuffer(to, dtype=torch.uint8).view(rows, -1)
         step = max(1, CHUNK_BYTES // pitch)
@@ -155,20 +176,36 @@ class SlicedExperts(LayerExperts):
 
 
 def along(projection: str, axes: Axes) -> StoredAxis | None:
-    """The axis of the intermediate size: rows of gate and up, columns of down."""
+    """Return the axis of the intermediate size: rows of gate and up, columns of down.
+
+    Args:
+        projection: The projection.
+        axes: Axes of its rows and columns.
+
+    Returns:
+        The axis, or None if the tensor does not have that dimension.
+    """
     return axes[1] if projection == "down" else axes[0]
 
 
 def column_unit(layer: LayerExperts, axes: Mapping[Key, Axes], *, interleaved: bool) -> int | None:
-    """Columns of the intermediate size that no entry of a stored tensor parts.
+    """Return the granularity at which columns of the intermediate size can be read.
 
-    None where the layer must be read whole: where entries of one tensor hold rows of gate and of up.
+    Args:
+        layer: The whole layer.
+        axes: Axes of the rows and columns, by projection and suffix.
+        interleaved: Whether gate and up rows are interleaved in gate_up.
+
+    Returns:
+        Smallest number of columns such that no stored entry is split at its multiples. None if the layer must be read
+        as a whole because an entry covers rows of both gate and up.
     """
     found = [(key, axis) for key, both in axes.items() if (axis := along(key[0], both)) is not None]
     if not interleaved:
-        # shapes with too few dimensions are refused where the layer is read
+        # Shapes with too few dimensions are skipped here; reading the layer refuses them.
         fused = [(axis, layer.shape(*key)[axis.dim :][:1]) for key, axis in found if key[0] == "gate_up"]
-        # of gate and up; the last entry may have room for more rows than there are, but some tensor has one in each
+        # Number of gate and up rows. The last entry of a tensor may be padded, so the smallest count is the exact one:
+        # some tensor has one row per entry.
         rows = min((axis.unit * count for axis, counts in fused for count in counts), default=0)
         if any(axis.straddles(rows // 2) for axis, _ in fused):
             return None
@@ -178,7 +215,7 @@ def column_unit(layer: LayerExperts, axes: Mapping[Key, Axes], *, interleaved: b
 def _apart(
     name: str, start: int, to: memoryview, rows: int, pitch: int, pieces: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, memoryview]]:
-    """Each piece of each row by itself."""
+    """Yield a separate read for each piece of each row."""
     at = 0
     for row in range(rows):
         for begin, end in pieces:

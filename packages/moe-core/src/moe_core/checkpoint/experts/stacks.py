@@ -1,7 +1,7 @@
-"""Tensors of many experts, stacked while they are read.
+"""Stack the tensors of many experts while reading them.
 
-What several parts of a layer ask for at the same time is read in one pass over the file: w13 and w2 of an expert lie
-side by side there, and after each call of the system a thread waits for Python's lock.
+Concurrent requests for tensors of a layer are read in one pass over the file: w13 and w2 of an expert are adjacent
+there. Fewer system calls also mean fewer waits for the GIL.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from moe_core.checkpoint.files.staging import PIECE_BYTES, bytes_of, is_staged, 
 from moe_core.checkpoint.files.tensor_names import Key
 from moe_core.errors import CheckpointError
 
-#: of experts that are read at a time, as stored: small enough for a processor's cache, where values are looked at
+#: Stored bytes of the experts read at a time on the CPU; fits the CPU cache, in which values are then checked.
 GROUP_BYTES = 8 << 20
-#: the same on the way to a GPU
+#: Stored bytes of the experts read at a time for a GPU.
 GPU_GROUP_BYTES = PIECE_BYTES
-#: of experts that are arranged at a time on a GPU, as stored: it is told so in few calls, after each of which a thread
-#: waits for Python's lock
+#: Stored bytes of the experts arranged at a time on a GPU. Large chunks need few kernel launches, after each of which a
+#: thread waits for the GIL.
 ARRANGED_BYTES = 8 * GPU_GROUP_BYTES
-#: bytes at whose multiples tensors of one kind begin, so that they can be taken for any type
+#: Alignment in bytes of the first tensor of each kind, so that it can be viewed as any dtype.
 _ALIGNED = 64
 
 T = TypeVar("T")
@@ -39,13 +39,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """What is asked for: tensors of ``projections``, one below the other, for each expert, ``[E, rows, ...]``.
+    """Request for stacked tensors ``[E, rows, ...]`` of one or several projections.
 
-    - ``dtype``: converted to it; default: as stored
-    - ``arrange``: stored tensors of some experts, ``[n, ...]``, on the device -> what is kept, ``[n, rows, ...]``
-    - ``check``: what is kept of some experts, on the device -> bool scalar there, True if it must be refused; all are
-      looked at once, so a GPU is waited for once.  The error of a refused one is the caller's: CheckpointError with its
-      name.
+    Rows of several projections are concatenated.
+
+    Attributes:
+        projections: Projections in the order of their rows.
+        suffix: Suffix of the tensors' names.
+        dtype: dtype of the result; default as stored.
+        arrange: Maps stored tensors of n experts ``[n, ...]`` to the result ``[n, rows, ...]``, both on the device.
+        check: Maps results of some experts to a bool scalar on the device, True to refuse them. All scalars are
+            evaluated together, so that a GPU synchronizes once. The caller turns the resulting BadValuesError into a
+            CheckpointError with the tensor's name.
     """
 
     projections: Sequence[str]
@@ -60,7 +65,15 @@ Asking = Generator[Stack, Tensor, T]
 
 
 class BadValuesError(CheckpointError):
-    """Values that a check refused; ``tensor``, ``expert`` and ``projection``: the first one's name and whose it is."""
+    """Error for tensors whose values a check refused.
+
+    Attributes:
+        tensor: Name of the first refused tensor.
+        count: Number of refused tensors.
+        expert: Global id of the expert of the first one.
+        projection: Projection of the first one.
+        stack: The request whose check failed.
+    """
 
     def __init__(self, tensor: str, count: int, total: int, *, expert: int = 0, projection: str = "") -> None:
         super().__init__(f"{tensor} holds values that are refused ({count} of {total} tensors do)")
@@ -82,10 +95,26 @@ def load_stacked(
     arrange: Callable[[Tensor], Tensor] | None = None,
     check: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """One :class:`Stack` of ``experts`` on ``device``: ``[len(experts), rows, ...]``.
+    """Read one :class:`Stack`.
 
-    Several experts are read at a time, into memory from which a GPU copies by itself.
-    Raises BadValuesError for what ``check`` refuses.
+    Several experts are read at a time, into pinned memory if ``device`` is a GPU.
+
+    Args:
+        layer: The layer's expert tensors.
+        projections: Projections in the order of their rows.
+        suffix: Suffix of the tensors' names.
+        experts: Global ids of the experts.
+        device: Where the result is allocated.
+        dtype: dtype of the result; default as stored.
+        arrange: Maps stored tensors of n experts ``[n, ...]`` to the result ``[n, rows, ...]``, both on the device.
+        check: Maps results of some experts to a bool scalar on the device, True to refuse them.
+
+    Returns:
+        ``[len(experts), rows, ...]`` on ``device``.
+
+    Raises:
+        BadValuesError: ``check`` refused values.
+        CheckpointError: ``experts`` is empty, or tensors are missing or cannot be read.
     """
     return _read(layer, [Stack(projections, suffix, dtype, arrange, check)], experts, device)[0]
 
@@ -93,12 +122,23 @@ def load_stacked(
 def load_together(
     layer: LayerExperts, asking: Sequence[Asking[T]], *, experts: Sequence[int], device: torch.device | str
 ) -> list[T]:
-    """What each of ``asking`` returns; what they ask for at the same time is read together.
+    """Run several generators of stack requests and read their concurrent requests together.
 
-    A BadValuesError is raised where the stack was asked for.
+    Args:
+        layer: The layer's expert tensors.
+        asking: Generators that request stacks. A BadValuesError is raised inside the generator that requested the
+            refused stack.
+        experts: Global ids of the experts.
+        device: Where the stacks are allocated.
+
+    Returns:
+        The result of each generator.
+
+    Raises:
+        CheckpointError: ``experts`` is empty, or tensors are missing, invalid or refused.
     """
     results: dict[int, T] = {}
-    # what each goes on with; the first stack is asked for without an answer
+    # The call that resumes each generator; the first one passes no tensor.
     steps: dict[int, Callable[[], Stack]] = {number: one.__next__ for number, one in enumerate(asking)}
     while steps:
         wanted: dict[int, Stack] = {}
@@ -115,14 +155,14 @@ def load_together(
                     asking[number].throw(error)
             raise
         steps = {number: partial(asking[number].send, tensor) for number, tensor in zip(wanted, found, strict=True)}
-        del found  # what is no longer used goes while the next are read
+        del found  # unused tensors are freed while the next ones are read
     return [results[number] for number in range(len(asking))]
 
 
 def _read(
     layer: LayerExperts, stacks: Sequence[Stack], experts: Sequence[int], device: torch.device | str
 ) -> list[Tensor]:
-    """All of ``stacks``, which have no tensor in common, some experts at a time."""
+    """Read all ``stacks``, which must not share a tensor, in groups of experts."""
     if not stacks:
         return []
     if not experts:
@@ -134,7 +174,7 @@ def _read(
     target = torch.device(device)
     on_gpu = is_staged(target)
     kept = [_Kept(layer, stack, len(experts), target) for stack in stacks]
-    # in memory on the way
+    # Stacks that pass through a staging buffer.
     on_the_way = [one for one in kept if on_gpu or one.arrange is not None]
     each = sum(one.each for one in kept)
     room = (GPU_GROUP_BYTES if on_gpu else GROUP_BYTES) - _ALIGNED * sum(len(one.sizes) for one in kept)
@@ -143,7 +183,7 @@ def _read(
     chunks = _Chunks(kept, groups) if on_gpu else None
 
     def filled(number: int) -> list[Tensor]:
-        """Puts some experts into their places; what is said of them, while a CPU has them at hand."""
+        """Read one group of experts; on the CPU, also check it while it is in the cache."""
         slots = groups[number]
         count = slots.stop - slots.start
         begins = list(itertools.accumulate((one.nbytes(count) for one in on_the_way), initial=0))
@@ -178,9 +218,11 @@ def _read(
 
 
 class _Chunks:
-    """Where ``groups`` of experts are copied to on a GPU: the result, or memory from which it is arranged.
+    """GPU destinations of groups of experts.
 
-    That is done for many groups at once, a chunk: a GPU is told in few calls what to do.
+    A destination is the result itself, or a scratch buffer from which the result is arranged.
+
+    Many groups form a chunk, which is arranged at once with few kernel launches.
     """
 
     def __init__(self, kept: Sequence[_Kept], groups: Sequence[slice]) -> None:
@@ -188,13 +230,13 @@ class _Chunks:
         self._lock = threading.Lock()
         arranged = [one for one in kept if one.arrange is not None]
         each = groups[0].stop * sum(one.each for one in arranged)
-        #: groups of a chunk; projections that are not alike lie apart in each group
+        #: Number of groups per chunk. One if projections differ, because each group then stores them separately.
         self._many = max(1, ARRANGED_BYTES // max(1, each)) if all(one.by_expert for one in arranged) else 1
-        #: by chunk, for each of ``kept``: its memory, and where in it groups begin
+        #: For each chunk and each of ``kept``, its buffer and the views of its groups.
         self._memory: dict[int, list[tuple[Tensor, Sequence[Tensor]]]] = {}
 
     def places(self, number: int) -> list[Tensor]:
-        """Where each of ``kept`` has its bytes of the group ``number``."""
+        """Return the destination of the group ``number`` for each of ``kept``."""
         chunk, place = divmod(number, self._many)
         with self._lock:
             if chunk not in self._memory:
@@ -202,7 +244,7 @@ class _Chunks:
             return [parts[place] for _, parts in self._memory[chunk]]
 
     def arrange(self, number: int) -> None:
-        """Arranges a chunk where ``number`` was its last group; groups are copied in order, and all by this time."""
+        """Arrange a chunk if ``number`` is its last group; all earlier groups have been copied."""
         chunk = number // self._many
         if number + 1 < min((chunk + 1) * self._many, len(self._groups)):
             return
@@ -229,12 +271,15 @@ class _Chunks:
 
 
 class _Kept:
-    """A stack while it is read.
+    """State of a stack that is being read.
 
-    - ``sizes``: bytes of one expert's tensors, as stored, ``each``: of all of them; ``by_expert``: an expert's lie side
-      by side
-    - ``tensor``: the result, once its shape is known
-    - where nothing is arranged, ``flat``: the result's bytes, ``room``: the same of one on the CPU, to be written
+    Attributes:
+        sizes: Stored size in bytes of each of one expert's tensors.
+        each: Sum of ``sizes``.
+        by_expert: Whether the tensors of one expert are adjacent in the staging buffer.
+        tensor: The result, once its shape is known.
+        flat: Bytes of the result, if nothing is arranged.
+        room: Writable buffer of the result, if nothing is arranged and the result is on the CPU.
     """
 
     tensor: Tensor
@@ -254,7 +299,7 @@ class _Kept:
         self.arrange = stack.arrange
         if self.arrange is None and {*self._stored} != {stack.dtype or self._stored[0]}:
             self.arrange = _as_stored
-        # an expert's lie side by side where all are of one shape and type: one tensor, with which less is to be done
+        # If all tensors of an expert have one shape and dtype, they are adjacent and arranged as one tensor.
         alike = len({*zip(self._shapes, self._stored, strict=True)}) == 1
         self.by_expert = alike or self.arrange is None
         self._starts: list[int] = []
@@ -265,23 +310,23 @@ class _Kept:
                 self.room = bytes_of(self.tensor)
 
     def nbytes(self, count: int) -> int:
-        """Bytes that ``count`` experts take on the way."""
+        """Return the staging size of ``count`` experts in bytes."""
         return self._begins(count)[-1]
 
     def _begins(self, count: int) -> list[int]:
-        """Where each projection's first tensor begins, and their end."""
+        """Return the offset of each projection's first tensor, and the end."""
         if self.by_expert:
             return [*itertools.accumulate(self.sizes[:-1], initial=0), _aligned(count * self.each)]
         return [*itertools.accumulate((_aligned(count * size) for size in self.sizes), initial=0)]
 
     def places(self, room: memoryview, count: int) -> dict[Key, Sequence[memoryview]]:
-        """Where ``count`` experts' tensors are read to."""
+        """Return the buffers for the tensors of ``count`` experts in ``room``."""
         steps = [self.each] * len(self.sizes) if self.by_expert else self.sizes
         spots = zip(self._stack.projections, self._begins(count), steps, self.sizes, strict=False)
         return {(name, self._stack.suffix): places(room, begin, step, size, count) for name, begin, step, size in spots}
 
     def put(self, slots: slice, here: Tensor, arrange: Callable[[Tensor], Tensor]) -> None:
-        """Arranges what lies ``here``, as :meth:`places` says, and keeps it."""
+        """Arrange the stored tensors in ``here``, laid out as in :meth:`places`, into the result."""
         count = slots.stop - slots.start
         try:
             if self.by_expert:
@@ -304,7 +349,7 @@ class _Kept:
             _copy_bytes(self.tensor[slots, begin:end], part)
 
     def _allocate(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
-        """Memory for each projection's ``shapes``, by the first who knows them."""
+        """Allocate the result on the first call; ``shapes`` has one entry per projection."""
         with self._lock:
             if self._starts:
                 return
@@ -314,7 +359,7 @@ class _Kept:
             self._starts = starts
 
     def refuse(self, experts: Sequence[int]) -> None:
-        """BadValuesError for what the check refuses."""
+        """Raise BadValuesError for values that the check refuses."""
         if self.check is None:
             return
         layer, stack = self._layer, self._stack
@@ -338,7 +383,10 @@ def _aligned(nbytes: int) -> int:
 
 
 def _copy_bytes(to: Tensor, source: Tensor) -> None:
-    """By bytes where types of one byte agree: torch copies rows that lie apart in the types that it computes with."""
+    """Copy a tensor, as uint8 if both dtypes are the same one-byte type.
+
+    torch copies strided rows in dtypes that it computes with.
+    """
     if to.dtype == source.dtype and to.dtype.itemsize == 1:
         to, source = to.view(torch.uint8), source.view(torch.uint8)
     to.copy_(source)

@@ -1,4 +1,4 @@
-"""What belongs to a quantised weight, found by the last part of its name."""
+"""Find and check the tensors that accompany a quantized weight, by suffix."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ import torch
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.errors import CheckpointError
 
-#: the static activations' scale
+#: Suffixes of static activation scales.
 INPUT_SCALES = ("input_scale", "activation_scale", "act_scale")
 ZERO_POINTS = ("weight_zero_point", "input_zero_point", "zero_point")
 
 
 def one_suffix(layer: LayerExperts, projection: str, suffixes: Sequence[str]) -> str | None:
-    """The one of ``suffixes`` that the projection has, None where it has none; CheckpointError where it has two."""
+    """Return which of several equivalent suffixes a projection has.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: One of the layer's projections.
+        suffixes: Equivalent suffixes.
+
+    Returns:
+        The suffix, or None if the projection has none of them.
+
+    Raises:
+        CheckpointError: The projection has more than one of them.
+    """
     found = [suffix for suffix in suffixes if layer.has(projection, suffix)]
     if len(found) > 1:
         names = " and ".join(layer.name(0, projection, suffix) for suffix in found)
@@ -24,21 +36,48 @@ def one_suffix(layer: LayerExperts, projection: str, suffixes: Sequence[str]) ->
 
 
 def missing(layer: LayerExperts, projection: str, suffix: str, *, weight: str = "weight") -> str:
-    """What to say where the projection lacks ``suffix``; ``weight``: the suffix that it does have."""
+    """Return the message for a projection that lacks a tensor.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: One of the layer's projections.
+        suffix: The missing suffix.
+        weight: A suffix that the projection has.
+
+    Returns:
+        The message.
+    """
     name = f"{layer.name(0, projection, weight).removesuffix(f'.{weight}')}.{suffix}"
     return missing_tensor(layer, name)
 
 
 def missing_tensor(layer: LayerExperts, name: str) -> str:
-    """What to say of a tensor of the layer that is not there: where it was looked for, and where it is instead."""
+    """Return the message for a missing tensor.
+
+    Args:
+        layer: The layer's expert tensors.
+        name: Name of the tensor.
+
+    Returns:
+        The message, which names an ignored file that contains the tensor if there is one.
+    """
     checkpoint = layer.checkpoint
     return f"{name} is missing in {checkpoint.path}{checkpoint.left_out(name.__eq__)}"
 
 
 def refuse_zero_points(layer: LayerExperts, projection: str, suffix: str, experts: Sequence[int]) -> None:
-    """CheckpointError for zero points other than 0, where symmetric values are expected.
+    """Refuse zero points other than 0 for symmetric types.
 
-    Tools write zeros for symmetric types too.
+    Tools write zero points of 0 for symmetric types too.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: One of the layer's projections.
+        suffix: Suffix of the zero points.
+        experts: Global ids of the experts.
+
+    Raises:
+        CheckpointError: A zero point is not 0.
     """
     for expert in experts:
         if bool(layer.tensor(expert, projection, suffix).float().any()):
@@ -49,8 +88,19 @@ def refuse_zero_points(layer: LayerExperts, projection: str, suffix: str, expert
 def check_stated_shape(
     layer: LayerExperts, projection: str, size: tuple[int, int], experts: Sequence[int], suffix: str = "weight_shape"
 ) -> None:
-    """CheckpointError for a ``weight_shape`` that is not ``size``, [rows, cols] of the unpacked weight."""
-    # one expert's lie side by side, those of all projections are read together
+    """Check the stored ``weight_shape`` of each expert.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: One of the layer's projections.
+        size: [rows, cols] of the unpacked weight.
+        experts: Global ids of the experts.
+        suffix: Suffix of the tensor that states the shape.
+
+    Raises:
+        CheckpointError: A stored shape differs from ``size``.
+    """
+    # The tensors of one expert are adjacent in the file, so all projections are read together.
     keys = [(one, suffix) for one in sorted(layer.projections) if layer.has(one, suffix)]
     key = (check_stated_shape, suffix, tuple(experts))
     found = layer.once(key, lambda: layer.stacked_together(keys, experts))[projection, suffix]
@@ -63,9 +113,18 @@ def check_stated_shape(
 def refuse_mixed(
     layer: LayerExperts, projection: str, plain: Sequence[torch.dtype], quantised: Sequence[torch.dtype]
 ) -> None:
-    """CheckpointError for a projection in ``plain`` where another one is quantised.
+    """Refuse layers in which one projection is quantized and another is not.
 
-    Tools leave matrices alone whose sizes don't fit their groups.
+    Tools leave matrices unquantized if their sizes are not divisible into groups.
+
+    Args:
+        layer: The layer's expert tensors.
+        projection: The projection to check.
+        plain: dtypes of unquantized weights.
+        quantised: dtypes of quantized weights.
+
+    Raises:
+        CheckpointError: ``projection`` is unquantized and another projection is quantized.
     """
     if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in plain:
         return

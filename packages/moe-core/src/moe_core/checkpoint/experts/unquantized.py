@@ -1,11 +1,12 @@
-"""Experts in 16 (or 32) bits, as training writes them: one by one, or stacked.
+"""Read unquantized experts in 16 (or 32) bits, stored per expert or stacked.
 
-- ``experts.<e>.gate_proj|up_proj|down_proj.weight`` [N, K] and [K, N] (also w1, w3, w2), or up and down alone
+- ``experts.<e>.gate_proj|up_proj|down_proj.weight`` [N, K] and [K, N] (also w1, w3, w2), or up and down only
 - ``experts.gate_up_proj`` [E, 2N, K] (gate rows, then up rows), ``experts.down_proj`` [E, K, N]
-- the same stored transposed, [E, K, 2N] and [E, N, K] (Llama 4, Qwen3-VL): 2N and N can't both be K, so shapes tell
-- gpt-oss: transposed, gate and up in turns (biases ``gate_up_proj_bias`` [E, 2N] too)
+- the same transposed, [E, K, 2N] and [E, N, K] (Llama 4, Qwen3-VL); shapes are unambiguous: 2N and N can't both be K
+- gpt-oss: transposed, with interleaved gate and up (and biases ``gate_up_proj_bias`` [E, 2N])
 
-No scheme runs them as they are; they are what is quantised at load (:mod:`moe_core.kernels.ops.online`).
+No scheme runs these experts unquantized. They are the input of quantization at load
+(:mod:`moe_core.kernels.ops.online`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _SUFFIXES = frozenset({"weight", "bias"})
 
 
 class UnquantizedFormat(CheckpointFormat):
-    """See the module docstring.  The tensors alone decide: tools leave experts out without saying so in config.json."""
+    """Format of unquantized experts; see the module docstring.
+
+    Only the tensors are examined, because tools leave experts unquantized without recording it in config.json.
+    """
 
     name = "16-bit experts"
 
@@ -51,7 +55,7 @@ class UnquantizedFormat(CheckpointFormat):
 
 
 class UnquantizedLayout(ExpertLayout):
-    """16-bit experts; their shapes tell how they lie."""
+    """Layout of 16-bit experts, determined from the tensors' shapes and the model family."""
 
     def load(self, config: FusedMoEConfig, *, experts: Sequence[int], device: torch.device | str = "cpu") -> MoEWeights:
         self.check_fits(config, experts=experts)
@@ -85,7 +89,7 @@ class UnquantizedLayout(ExpertLayout):
         matrices, transposed = ExpertMatrices.of(layer, config), is_transposed(layer)
         sized = f"hidden size and intermediate size of {layer.checkpoint.path / 'config.json'}"
         for _, projections in matrices.stacks:
-            # gate and up become one tensor: of one type
+            # Gate and up are concatenated in one tensor and must have one dtype.
             stored = layer.dtype(projections[0], "weight")
             biased = any(layer.has(projection, "bias") for projection in projections)
             for projection in projections:
@@ -105,7 +109,18 @@ class UnquantizedLayout(ExpertLayout):
         return MoEWeights(weight_key=None, activation_key=None, **tensors)
 
     def tensor(self, name: str, config: FusedMoEConfig) -> Tensor:
-        """One canonical tensor ("w13", "w2_bias") of all experts, on the CPU."""
+        """Read one canonical tensor of all experts.
+
+        Args:
+            name: "w13", "w2", "w13_bias" or "w2_bias".
+            config: Sizes of the layer.
+
+        Returns:
+            The tensor on the CPU.
+
+        Raises:
+            CheckpointError: A tensor does not fit ``config``.
+        """
         self.check_fits(config, experts=range(self.layer.num_experts))
         stack, _, suffix = name.partition("_")
         projections = dict(ExpertMatrices.of(self.layer, config).stacks)[stack]
@@ -113,14 +128,14 @@ class UnquantizedLayout(ExpertLayout):
         return load_together(self.layer, [asking], experts=range(self.layer.num_experts), device="cpu")[0]
 
     def _stack(self, layer: LayerExperts, name: str, projections: tuple[str, ...]) -> Asking[dict[str, Tensor]]:
-        """The tensors of w13 or w2 (``name``)."""
+        """Request the tensors of w13 or w2 (``name``)."""
         tensors = {name: (yield from self._tensor(layer, projections, "weight"))}
         if any(layer.has(projection, "bias") for projection in projections):
             tensors[f"{name}_bias"] = yield from self._tensor(layer, projections, "bias")
         return tensors
 
     def _tensor(self, layer: LayerExperts, projections: tuple[str, ...], suffix: str) -> Asking[Tensor]:
-        """The weights, or the biases, of ``projections`` in canonical order."""
+        """Request the weights or biases of ``projections`` in canonical order."""
         transposed = is_transposed(self.layer)
         mixed = "gate_up" in projections and is_interleaved(layer)
         arrange = partial(_weight, transposed=transposed, mixed=mixed) if transposed or mixed else None
@@ -138,7 +153,7 @@ def unquantized_tensor(layer: LayerExperts, name: str, config: FusedMoEConfig) -
         config: Sizes of the layer.
 
     Returns:
-        The tensor as :class:`~moe_core.spec.weights.MoEWeights` holds it, on the CPU.
+        The tensor on the CPU, laid out as in :class:`~moe_core.spec.weights.MoEWeights`.
 
     Raises:
         CheckpointError: The experts are not in 16 bits, or a tensor does not fit ``config``.

@@ -1,4 +1,4 @@
-"""Expert tensors that are stacked and looked at: values that no checkpoint may hold are refused by name and place."""
+"""Stack expert tensors and refuse invalid values, naming the tensor and the position."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moe_core.spec.quant_key import QuantKey
 
 
 class Values(Enum):
-    """What a tensor may hold.
+    """Valid values of a tensor.
 
-    - ``FINITE``: no NaN, no Inf (weights, biases)
-    - ``SCALE``: finite and not negative; e8m0 bytes other than 255
-    - ``POSITIVE``: finite and greater than 0 (what a whole tensor or the activations are divided by)
+    - ``FINITE``: no NaN or Inf (weights, biases)
+    - ``SCALE``: finite and not negative; for e8m0, any byte except 255
+    - ``POSITIVE``: finite and greater than 0 (divisors of a whole tensor or of the activations)
     """
 
     FINITE = "finite"
@@ -40,9 +40,25 @@ def load_checked(
     device: torch.device | str,
     arrange: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """:func:`moe_core.checkpoint.load_stacked` that raises CheckpointError for values that ``values`` does not allow.
+    """Read stacked tensors and refuse invalid values.
 
-    The message names the tensor, how many such values it has, and the first one's place in the file's tensor.
+    See also :func:`moe_core.checkpoint.load_stacked`.
+
+    Args:
+        layer: The layer's expert tensors.
+        projections: Projections in the order of their rows.
+        suffix: Suffix of the tensors' names.
+        values: Valid values.
+        experts: Global ids of the experts.
+        device: Where the result is allocated.
+        arrange: Maps stored tensors of n experts ``[n, ...]`` to the result ``[n, rows, ...]``, both on the device.
+
+    Returns:
+        ``[len(experts), rows, ...]`` on ``device``.
+
+    Raises:
+        CheckpointError: A tensor holds invalid values. The message names the tensor, the number of such values, and
+            the position of the first one in the stored tensor.
     """
     asking = checked(layer, projections, suffix, values, arrange=arrange)
     return load_together(layer, [asking], experts=experts, device=device)[0]
@@ -56,13 +72,29 @@ def checked(
     *,
     arrange: Callable[[Tensor], Tensor] | None = None,
 ) -> Asking[Tensor]:
-    """Asks for what :func:`load_checked` loads: ``tensor = yield from checked(...)``."""
+    """Request what :func:`load_checked` loads, from inside a generator.
+
+    Usage: ``tensor = yield from checked(...)``.
+
+    Args:
+        layer: The layer's expert tensors.
+        projections: Projections in the order of their rows.
+        suffix: Suffix of the tensors' names.
+        values: Valid values.
+        arrange: Maps stored tensors of n experts ``[n, ...]`` to the result ``[n, rows, ...]``, both on the device.
+
+    Returns:
+        ``[E, rows, ...]`` for the requested experts.
+
+    Raises:
+        CheckpointError: A tensor holds invalid values.
+    """
     try:
         return (yield Stack(projections, suffix, arrange=arrange, check=partial(has_bad_values, values=values)))
     except BadValuesError as error:
         name = layer.name(error.expert, error.projection, suffix)
         count, total, where, what = 0, 0, [], ""
-        # entry by entry: stacked tensors may be as large as the layer
+        # One expert at a time, because a stacked tensor may be as large as the layer.
         stacked = len(layer.checkpoint.info(name).shape) > len(layer.shape(error.projection, suffix))
         for expert in range(layer.num_experts) if stacked else (error.expert,):
             stored = layer.tensor(expert, error.projection, suffix)
@@ -78,23 +110,30 @@ def checked(
 
 
 def has_bad_values(tensor: Tensor, values: Values) -> Tensor:
-    """Whether :func:`bad_values` finds any: a bool scalar on the tensor's device.
+    """Return whether a tensor has invalid values, without locating them.
 
-    By reductions, since every weight of a layer passes here: on a CPU they are some ten times as fast as comparing
-    elements, and on a GPU they take no memory.
+    It uses reductions, because every weight of a layer is checked. On a CPU they are about ten times as fast as
+    elementwise comparisons, and on a GPU they allocate no memory.
+
+    Args:
+        tensor: The tensor to check.
+        values: Valid values.
+
+    Returns:
+        Bool scalar on the tensor's device.
     """
     scale = values is not Values.FINITE
     if not tensor.numel():
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and not scale:
-        # the largest of each sign: as unsigned numbers codes with a sign are the larger ones, as signed ones the others
+        # The maximum as uint8 is the largest code with the sign bit set, the maximum as int8 the largest one without.
         first = 0x7F if tensor.dtype is torch.float8_e4m3fn else 0x7C
         return (tensor.view(torch.uint8).max() >= 0x80 + first) | (tensor.view(torch.int8).max() >= first)
     if is_e8m0(tensor.dtype) and scale:
         return tensor.view(torch.uint8).max() == 255
     if not tensor.dtype.is_floating_point:
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
-    # NaN passes through, and makes every comparison false
+    # aminmax propagates NaN, for which every comparison is false.
     low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
     finite = (low > -math.inf) & (high < math.inf)
     if values is Values.POSITIVE:
@@ -103,7 +142,15 @@ def has_bad_values(tensor: Tensor, values: Values) -> Tensor:
 
 
 def bad_values(tensor: Tensor, values: Values) -> tuple[Tensor, str]:
-    """(bool tensor of what ``values`` does not allow, its name for a message).  Bytes of a scale are e8m0 exponents."""
+    """Locate the invalid values of a tensor; bytes of a scale are e8m0 exponents.
+
+    Args:
+        tensor: The tensor to check.
+        values: Valid values.
+
+    Returns:
+        (bool tensor that is True at invalid values, description of such values for a message).
+    """
     scale = values is not Values.FINITE
     if tensor.dtype is torch.float8_e4m3fn and not scale:
         return (tensor.view(torch.uint8) & 0x7F) == 0x7F, "NaN"
@@ -135,12 +182,25 @@ def refuse_lost_weights(
     weight_suffix: str = "weight",
     interleaved: bool = False,
 ) -> None:
-    """CheckpointError for a scale of 0 over weights that are not 0.
+    """Refuse scales of 0 for weights that are not 0.
 
-    Such a scale underflowed in the tool that wrote it, and the values that it stood for are lost.  A scale of 0 over
-    zeros is a pruned channel or block and exact.  ``weight`` [E, rows, cols] one element per entry and ``scale``: the
-    canonical ones of ``projections``; ``is_zero``: codes -> bool tensor; ``interleaved``: gate and up rows lie in
-    turns.  Reads weights only where a scale is 0.
+    Such a scale underflowed in the tool that wrote it, so the original values are lost. A scale of 0 for weights of 0
+    is exact: it represents a pruned channel or block. Weights are examined only where a scale is 0.
+
+    Args:
+        layer: The layer's expert tensors.
+        projections: Projections that make up ``weight``.
+        scale_suffix: Suffix of the scales, for the message.
+        weight: Canonical codes [E, rows, cols], one element per entry.
+        scale: Canonical scales of ``weight``.
+        key: Quantization of the weights, which gives the group shape.
+        experts: Global ids of the experts.
+        is_zero: Maps codes to a bool tensor that is True where the value is 0.
+        weight_suffix: Suffix of the weights, for the message.
+        interleaved: Whether gate and up rows are stored interleaved.
+
+    Raises:
+        CheckpointError: A scale is 0 and one of its weights is not.
     """
     zero = scale == 0
     if not bool(zero.any()):
@@ -158,7 +218,7 @@ def refuse_lost_weights(
             continue
         part, row, col = (int(i) for i in lost.nonzero()[0])
         projection = projections[part] if len(projections) == 2 else projections[0]
-        if len(projections) == 1:  # as the file has them
+        if len(projections) == 1:  # convert to the row of the stored tensor
             row = 2 * row + part if interleaved else row + part * rows
         scale_name = layer.name(experts[slot], projection, scale_suffix)
         entry = f" of expert {experts[slot]}" if layer.stacked_names else ""

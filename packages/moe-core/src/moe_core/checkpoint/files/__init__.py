@@ -1,1 +1,1 @@
-"""The files of a checkpoint folder: safetensors shards, JSON, names of tensors."""
+"""Read the files of a checkpoint folder: safetensors shards, JSON and tensor names."""

@@ -1,7 +1,9 @@
-"""Several threads read a layer's experts: one alone copies bytes slower than a disk or the page cache gives them.
+"""Read a layer's experts in several threads.
 
-Layers of a model are read ahead: converting one takes no disk.  They share their readers, so that all of these work for
-one layer while another is looked at or converted.
+One thread copies bytes more slowly than a disk or the page cache delivers them.
+
+Layers of a model are read ahead, because converting a layer leaves the disk idle. They share one pool of reader
+threads, so that all readers work on one layer while another is checked or converted.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ S = TypeVar("S")
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: threads of one layer that is read by itself
+#: Number of reader threads for a single layer.
 READERS = 4
-#: threads of all layers that are read ahead
+#: Number of reader threads shared by all layers that are read ahead.
 READERS_AHEAD = 8
-#: bytes below which starting threads takes longer than reading
+#: Minimum bytes for reading in threads; below, starting the threads takes longer than reading.
 FEWEST_BYTES = 32 << 20
-#: layers that are read at a time: one whose tensors are all there but for the last ones, which are looked at; one that
-#: all threads read; and one that they go on with, while what waits for the first is converted
+#: Number of layers read ahead: one whose last tensors are being checked, one that all threads read, and one that they
+#: continue with while the first is converted.
 AHEAD = 3
 
-#: ``pool``: the readers of the layer that a thread loads
+#: ``pool`` is the reader pool of the layer that the current thread loads.
 _OWN = threading.local()
 
 
 @contextlib.contextmanager
 def readers() -> Iterator[None]:
-    """Within it, what this thread reads by :func:`in_threads` is read by the same threads; they end with it."""
+    """Share one reader pool among this thread's :func:`in_threads` calls within the context."""
     if getattr(_OWN, "pool", None) is not None:
         yield
         return
@@ -48,9 +50,17 @@ def readers() -> Iterator[None]:
 
 
 def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Generator[T, None, None]:
-    """``job(0)`` to ``job(count - 1)``, in this order, which together read ``nbytes``.
+    """Run ``job(0)`` to ``job(count - 1)`` in reader threads and yield the results in order.
 
-    The first error ends it; jobs that have not begun are dropped, and those that have are waited for.
+    On the first error, jobs that have not started are canceled and running ones are waited for.
+
+    Args:
+        job: Reads one part, given its number.
+        count: Number of jobs.
+        nbytes: Total bytes that the jobs read; small reads run in the calling thread.
+
+    Yields:
+        The result of each job.
     """
     if nbytes < FEWEST_BYTES or count < 2:
         yield from map(job, range(count))
@@ -60,7 +70,7 @@ def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Generator[T,
         waiting = deque(_OWN.pool.submit(run, number) for number in range(count))
         try:
             while waiting:
-                waiting[0].exception()  # interrupted here, it is still among those that are waited for
+                waiting[0].exception()  # the job stays in the queue until done, so that an interrupt waits for it
                 yield waiting.popleft().result()
         finally:
             for future in waiting:
@@ -71,11 +81,20 @@ def in_threads(job: Callable[[int], T], count: int, nbytes: int) -> Generator[T,
 def read_ahead(
     items: Iterable[S], read: Callable[[S], T], use: Callable[[S, T], U], nbytes: Callable[[S], int]
 ) -> Generator[U, None, None]:
-    """``use(item, read(item))`` for each of ``items``, in order.
+    """Yield ``use(item, read(item))`` for each item in order, reading the next items in threads.
 
-    While one is used, which is done here, the next ones are read in threads, and another one from when the use has
-    ended: :data:`AHEAD` of what ``read`` returns exist at a time.  What has few ``nbytes`` is read when it is used.
-    The first error ends it; what is being read is waited for, and dropped.
+    ``use`` runs in the calling thread. A further item is read once a use has ended, so that at most :data:`AHEAD`
+    results of ``read`` exist at a time. The first error ends the iteration; running reads are waited for and their
+    results dropped.
+
+    Args:
+        items: Items to process.
+        read: Reads an item.
+        use: Processes an item and what was read.
+        nbytes: Returns the bytes of an item; small items are read in the calling thread when they are used.
+
+    Yields:
+        The result of ``use`` for each item.
     """
     run, shared = _in_modes(read), _threads(READERS_AHEAD, "moe_core_reader")
     pool = _threads(AHEAD, "moe_core_ahead", lambda: setattr(_OWN, "pool", shared))
@@ -94,7 +113,7 @@ def read_ahead(
                 yield use(item, read(item))
             else:
                 results = [future.result()]
-                del future  # it holds the result too
+                del future  # it also keeps the result alive
                 yield use(item, results.pop())
     finally:
         waiting.clear()
@@ -103,9 +122,12 @@ def read_ahead(
 
 
 def _threads(count: int, name: str, begin: Callable[[], None] | None = None) -> ThreadPoolExecutor:
-    """Threads that ``begin`` so, and that work on the caller's stream; none is started before it has work."""
+    """Create a thread pool that uses the caller's CUDA stream.
+
+    Each new thread calls ``begin``. A thread is started only when there is work for it.
+    """
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    # the device by its number: torch looks for none where GPUs are hidden from a process that has begun to use them
+    # The device is passed by index: torch finds no device if GPUs were hidden after the process initialized CUDA.
     stream = torch.cuda.current_stream(torch.cuda.current_device()) if initialised else None
 
     def initialise() -> None:
@@ -119,7 +141,7 @@ def _threads(count: int, name: str, begin: Callable[[], None] | None = None) -> 
 
 
 def _in_modes(job: Callable[[S], T]) -> Callable[[S], T]:
-    """``job`` as other threads do it: in the caller's modes of torch, which belong to threads."""
+    """Wrap ``job`` with the caller's inference mode, since torch modes are thread-local."""
     inference = torch.is_inference_mode_enabled()
 
     def run(given: S) -> T:

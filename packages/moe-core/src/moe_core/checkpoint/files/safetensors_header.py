@@ -1,7 +1,8 @@
-"""The header of a safetensors file: a JSON object that says of each tensor what it is and where its data lie.
+"""Parse the header of a safetensors file.
 
-It is checked before anything is allocated.  A model has 100,000 tensors, and tools write them as the library does: such
-a header is parsed by one regular expression.  Any other, and one with a fault, is parsed as JSON, entry by entry.
+The header is a JSON object with the dtype, shape and data offsets of each tensor. It is checked before anything is
+allocated. A model has 100,000 tensors, and tools format headers as the safetensors library does, so such a header is
+parsed with one regular expression. Any other header, including an invalid one, is parsed as JSON, entry by entry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_core._support.open_file import OpenFile
 from moe_core._support.strict_json import MAX_VALUES, parse_object
 from moe_core.errors import CheckpointError
 
-#: the library's own limit
+#: Limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 
 DTYPES: dict[str, torch.dtype] = {
@@ -42,14 +43,15 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 
-#: dtype as a header spells it, and shape: one object for all tensors of a file that are alike
+#: (dtype as a header spells it, shape); tensors of a file with the same kind share one object.
 Kind = tuple[str, tuple[int, ...]]
-#: the kind of each tensor, by name; the first byte of each, counted from where data begin, or from the file's beginning
+#: (kind of each tensor by name, offset of its first byte by name). Offsets count from the start of the data while
+#: parsing, and from the start of the file in the result of :func:`read_header`.
 Header = tuple[dict[str, Kind], dict[str, int]]
 
 _INTEGERS = {int}
 _SIZE = "(0|[1-9][0-9]{0,17})"
-#: an entry as the library writes it: name, dtype, shape, the first byte and the end of the data
+#: An entry as the library writes it: name, dtype, shape, begin and end of the data.
 _ENTRY = re.compile(
     r'"([^"\\\x00-\x1f]+)":\{"dtype":"([A-Z0-9_]{1,20})","shape":\[([0-9,]*)\],'
     rf'"data_offsets":\[{_SIZE},{_SIZE}\]\}}'
@@ -60,7 +62,17 @@ _BEFORE = f'{{"{_METADATA}":'
 
 
 def read_header(file: OpenFile) -> Header:
-    """What the header says of each tensor, and where in the file its data begin."""
+    """Read and check the header of a safetensors file.
+
+    Args:
+        file: The open file.
+
+    Returns:
+        The kind of each tensor and the offset of its data in the file, both by name.
+
+    Raises:
+        CheckpointError: The file is truncated or its header is invalid.
+    """
     path, size = file.path, file.state.size
     if size < 8:
         raise CheckpointError(
@@ -79,14 +91,14 @@ def read_header(file: OpenFile) -> Header:
 
 
 def _as_written(text: bytes, data_bytes: int) -> Header | None:
-    """The header ``text`` of ``data_bytes`` of data, if it is as the library writes it, without a fault."""
+    """Parse a valid header in the library's formatting; return None for any other."""
     if text.count(b",") > MAX_VALUES // 2:
         return None
     try:
         parts = _ENTRY.split(text.decode())
     except UnicodeDecodeError:
         return None
-    # what stands between the entries: where it is this, each began where one may begin
+    # The text between the entries; if it is as expected, every match of the expression was a whole entry.
     before, between, after = parts[0], parts[_GROUPS:-1:_GROUPS], parts[-1].rstrip(" ")
     if len(parts) == 1 or after != "}" or between.count(",") < len(between) or not _is_start(before):
         return None
@@ -111,7 +123,7 @@ def _as_written(text: bytes, data_bytes: int) -> Header | None:
 
 
 def _is_start(text: str) -> bool:
-    """Whether ``text`` is what stands before the first entry: a bracket, and metadata if there are any."""
+    """Return whether ``text`` is valid before the first entry: a brace, and optional metadata."""
     if text == "{":
         return True
     if not (text.startswith(_BEFORE) and text.endswith(",")):
@@ -124,10 +136,10 @@ def _is_start(text: str) -> bool:
 
 
 def _entry_by_entry(text: bytes, data_bytes: int, path: Path) -> Header:
-    """Any header; CheckpointError says what is wrong with it."""
+    """Parse any header; raise CheckpointError for an invalid one."""
     header = parse_object(text, f"the header of {path}")
     header.pop(_METADATA, None)
-    # a model has 100,000 tensors of a dozen kinds: no object of its own is kept for one
+    # A model has 100,000 tensors of a dozen kinds, so tensors of one kind share an object.
     kinds: dict[str, Kind] = {}
     known: dict[Kind, Kind] = {}
     extents: list[tuple[int, int, str]] = []
@@ -141,7 +153,7 @@ def _entry_by_entry(text: bytes, data_bytes: int, path: Path) -> Header:
 
 
 def _parse(name: str, entry: object, path: Path) -> tuple[Kind, int, int]:
-    """Kind, begin and end of the tensor ``name``."""
+    """Return the kind, begin and end of the tensor ``name``."""
     where = "the header's entry of"
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: {where} {name[:200]!r} is a {type(entry).__name__}, expected an object")
@@ -160,7 +172,7 @@ def _parse(name: str, entry: object, path: Path) -> tuple[Kind, int, int]:
 def _check_extents(
     extents: Iterable[tuple[int, int, str]], kinds: Mapping[str, Kind], path: Path, data_bytes: int
 ) -> None:
-    """Every tensor has the bytes that its shape needs, one after the other, and the file holds them all."""
+    """Check that tensors have the size of their kind and fill the data without gaps."""
     end = 0
     sizes: dict[Kind, int | None] = {}
     for begin, stop, name in extents:
@@ -187,13 +199,13 @@ def _check_extents(
 
 
 def _nbytes(kind: Kind) -> int | None:
-    """Bytes that a tensor needs; None where torch has not the type."""
+    """Return the size of a tensor in bytes; None if torch does not have its dtype."""
     dtype = DTYPES.get(kind[0])
     return None if dtype is None else math.prod(kind[1]) * dtype.itemsize
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of sizes: more than 2**63 - 1 is none, nor is a bool, which is an int in Python."""
+    """Return whether ``values`` is a list of integers from 0 to 2**63 - 1; bools are refused."""
     if not isinstance(values, list) or not {*map(type, values)} <= _INTEGERS:
         return False
     return not values or (min(values) >= 0 and max(values) < 1 << 63)

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint folder, and which are refused."""
+"""Find the files that make up a checkpoint folder and refuse unsupported ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_core.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-#: Formats that run code when they are loaded.
+#: Suffixes of formats that run code when loaded.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLE_HINT = (
     "pickled files run code when they are loaded and are never read: "
@@ -24,7 +24,14 @@ _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{
 
 
 def check_folder(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a folder with a config.json."""
+    """Check that a path is a folder with a config.json.
+
+    Args:
+        path: The checkpoint folder.
+
+    Raises:
+        CheckpointError: It is not; the message states what the path is instead.
+    """
     if path.is_file():
         kind = " (and pickled files are never read)" if path.suffix in PICKLE_SUFFIXES else ""
         foreign = unsupported_files([path])
@@ -42,7 +49,7 @@ def check_folder(path: Path) -> None:
 
 
 def _nothing_in(folder: Path, missing: str, hint: str = "") -> CheckpointError:
-    """The error for a folder without ``missing``, which says what it holds instead."""
+    """Return the error for a folder without ``missing``, with the folder's content."""
     foreign = unsupported_files(folder.iterdir())
     if foreign is not None:
         return CheckpointError(f"{folder}: {foreign}")
@@ -51,7 +58,17 @@ def _nothing_in(folder: Path, missing: str, hint: str = "") -> CheckpointError:
 
 
 def index_file(path: Path) -> Path | None:
-    """The folder's index, if it has one."""
+    """Find the index of a folder.
+
+    Args:
+        path: The checkpoint folder.
+
+    Returns:
+        The index file, or None if there is none.
+
+    Raises:
+        CheckpointError: The folder has several indices and none of the usual name.
+    """
     usual = path / INDEX_NAME
     if usual.exists():
         return usual
@@ -62,7 +79,20 @@ def index_file(path: Path) -> Path | None:
 
 
 def shard_path(folder: Path, index: Path, tensor: str, entry: object) -> Path:
-    """The file that an index entry names: a plain file name inside the folder, of a safetensors file."""
+    """Return the file that an index entry names.
+
+    Args:
+        folder: The checkpoint folder.
+        index: The index file, for messages.
+        tensor: Name of the tensor.
+        entry: Value of its index entry.
+
+    Returns:
+        The path of the shard.
+
+    Raises:
+        CheckpointError: The entry is not the plain name of a safetensors file.
+    """
     if not isinstance(entry, str):
         raise CheckpointError(f"{index}: the entry of {tensor!r} is a {type(entry).__name__}, expected a file name")
     bare = not set(entry) & set("/\\\0") and entry not in ("", ".", "..") and not Path(entry).drive
@@ -79,7 +109,16 @@ def shard_path(folder: Path, index: Path, tensor: str, entry: object) -> Path:
 
 
 def check_shards(folder: Path, index: Path, shards: Mapping[Path, str]) -> None:
-    """Raise CheckpointError unless all ``shards`` exist; each comes with a tensor that ``index`` says it holds."""
+    """Check that all shards exist.
+
+    Args:
+        folder: The checkpoint folder.
+        index: The index file, for messages.
+        shards: For each shard, the name of a tensor that the index assigns to it.
+
+    Raises:
+        CheckpointError: A shard is missing.
+    """
     missing = sorted(path for path in shards if not path.exists())
     if not missing:
         return
@@ -94,11 +133,21 @@ def check_shards(folder: Path, index: Path, shards: Mapping[Path, str]) -> None:
 
 
 def unindexed_files(folder: Path) -> Sequence[Path]:
-    """The safetensors files of a folder without an index."""
+    """Find the safetensors files of a folder without an index.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Returns:
+        model.safetensors if it exists, else ``model*.safetensors``, else all safetensors files.
+
+    Raises:
+        CheckpointError: There are none, or a numbered shard is missing.
+    """
     single = folder / SINGLE_NAME
     if single.exists():
         return (single,)
-    # other tools put further files beside the model's own
+    # Some tools add further safetensors files next to those of the model.
     found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if found:
         _check_numbering(folder, found)
@@ -110,7 +159,14 @@ def unindexed_files(folder: Path) -> Sequence[Path]:
 
 
 def pickled_files(folder: Path) -> list[str]:
-    """Names of the folder's pickled files; they are never read."""
+    """List the pickled files of a folder, which are never read.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Returns:
+        Their names, sorted.
+    """
     return sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
 
 

@@ -1,14 +1,14 @@
-"""How tools name the tensors of experts, as one grammar.
+"""Parse the names that tools give to expert tensors.
 
 ::
 
     <prefix>.experts.<expert>.<projection>.<suffix>       one tensor per expert
     <prefix>.experts.<projection>.<expert>.<suffix>       the same (GPTQModel's gpt-oss: ``gate_up`` and ``down``)
-    <prefix>.experts.<projection>[_<suffix>|.<suffix>]    one tensor [E, ...] for all of them
+    <prefix>.experts.<projection>[_<suffix>|.<suffix>]    one tensor [E, ...] for all experts
 
-``<prefix>`` ends with the block's own name (``model.layers.3.mlp``, ``….block_sparse_moe``, ``….mixer``,
-``….feed_forward``, ``….ffn`` …) and holds the layer's number.  Projections become ``gate``, ``up``, ``down`` or
-``gate_up`` (both in one tensor); the tensor without a suffix of its own has the suffix ``weight``.
+``<prefix>`` contains the layer index and ends with the name of the MoE block (``model.layers.3.mlp``,
+``….block_sparse_moe``, ``….mixer``, ``….feed_forward``, ``….ffn`` …). Projections are mapped to ``gate``, ``up``,
+``down`` or ``gate_up`` (both in one tensor). A name without suffix gets the suffix ``weight``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROJECTIONS = {
     "w13": "gate_up",
 }
 
-# short names that stand before an expert's number alone
+# Short names are recognized only before an expert id.
 _BEFORE_NUMBERS = {**PROJECTIONS, "gate_up": "gate_up", "down": "down"}
 
 _NAMED = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
@@ -41,14 +41,14 @@ _BY_PROJECTION = re.compile(
     rf"(?P<experts>.+\.experts)\.(?P<proj>{_NUMBERED})\.(?P<expert>[0-9]{{1,6}})\.(?P<suffix>.+)"
 )
 _STACKED = re.compile(rf"(?P<experts>.+\.experts)\.(?P<proj>{_NAMED})(?:[._](?P<suffix>.+))?")
-# blocks that have no part called experts: Granite's, and Step's, whose projections have usual names
+# Blocks without an ``experts`` component: those of Granite, and those of Step, whose projections have common names.
 _BARE = re.compile(
     r"(?P<experts>.+(?:\.block_sparse_moe(?=\.(?:in|out)put_)|\.moe(?=\.(?:gate|up|down)_)))"
     r"\.(?P<proj>input_linear|output_linear|gate_proj|up_proj|down_proj)\.(?P<suffix>.+)"
 )
 _BARE_PROJECTIONS = {**PROJECTIONS, "input_linear": "gate_up", "output_linear": "down"}
 
-# blocks that predict further tokens repeat the layer numbers of the model proper
+# Multi-token prediction blocks, which reuse layer indices of the main model.
 _ASIDE = re.compile(r"(^|\.)(mtp|nextn|draft|eagle)[^.]*\.")
 _LAYER = re.compile(r"(?:^|\.)([0-9]{1,6})(?=\.|$)")
 _EXPERTS = ".experts."
@@ -56,7 +56,15 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A tensor's parsed name.  ``expert`` None: it holds all experts of the layer."""
+    """The parsed name of an expert tensor.
+
+    Attributes:
+        prefix: Name prefix of the experts.
+        layer: Index of the layer.
+        expert: Id of the expert; None for a tensor of all experts.
+        projection: "gate", "up", "down" or "gate_up".
+        suffix: The rest of the name ("weight", "weight_scale").
+    """
 
     prefix: str
     layer: int
@@ -66,12 +74,19 @@ class ExpertName:
 
     @property
     def block(self) -> str:
-        """Prefix of the MoE block, beside whose experts the router lies."""
+        """Name prefix of the MoE block, under which the router is stored too."""
         return self.prefix.removesuffix(".experts")
 
 
 def parse_name(name: str) -> ExpertName | None:
-    """The parts of an expert tensor's name; None for any other tensor."""
+    """Parse the name of an expert tensor.
+
+    Args:
+        name: Name of any tensor.
+
+    Returns:
+        The parsed name, or None if it is not an expert tensor of the main model.
+    """
     if _EXPERTS not in name:
         match, projections = _BARE.fullmatch(name), _BARE_PROJECTIONS
     else:
@@ -93,9 +108,15 @@ def parse_name(name: str) -> ExpertName | None:
 
 
 def predicts_ahead(name: str) -> bool:
-    """Whether a tensor or module ``name`` belongs to a block that predicts further tokens (MTP, EAGLE).
+    """Return whether a name belongs to a block for multi-token prediction (MTP, EAGLE).
 
-    Such blocks count their layers from 0 again, so they are not layers of the model proper.
+    Such blocks number their layers from 0 again, so they are not layers of the main model.
+
+    Args:
+        name: Name of a tensor or module.
+
+    Returns:
+        True if it does.
     """
     return _ASIDE.search(name) is not None
 
@@ -108,9 +129,12 @@ Key = tuple[str, str]
 class LayerNames:
     """Names of the expert tensors of one layer.
 
-    - ``prefix`` of the experts, ``block`` beside whose experts the router lies, ``layer``: its number
-    - ``tensors``: names by projection and suffix, then by expert (None: all of the layer)
-    - ``twice``: pairs of names that mean the same tensor
+    Attributes:
+        prefix: Name prefix of the experts.
+        block: Name prefix of the MoE block, under which the router is stored too.
+        layer: Index of the layer.
+        tensors: Names by (projection, suffix), then by expert (None for a tensor of all experts).
+        twice: Pairs of names that denote the same tensor.
     """
 
     prefix: str
@@ -120,7 +144,12 @@ class LayerNames:
     twice: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, place: tuple[int | None, Key], name: str) -> None:
-        """One more name."""
+        """Add a name.
+
+        Args:
+            place: Expert (None for all), and (projection, suffix).
+            name: Name of the tensor.
+        """
         expert, key = place
         tensors = self.tensors.get(key)
         if tensors is None:
@@ -135,10 +164,17 @@ class LayerNames:
 
 
 class ExpertNames:
-    """The expert tensors among ``names``, in one pass: a model has 100,000, with the same ends in every layer.
+    """Expert tensors of a model, grouped by layer.
 
-    ``stacks``: of each stack of layers, which is the first part of the names, its layers by prefix; ``others``: names
-    that lie among experts and are no projection's.
+    Names are parsed in one pass with cached prefixes and endings: a model has 100,000 names, with the same endings in
+    every layer.
+
+    Args:
+        names: Names of all tensors.
+
+    Attributes:
+        stacks: Layers by prefix, for each stack of layers (first component of the names).
+        others: Names under an experts prefix that do not belong to a projection.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -169,7 +205,7 @@ class ExpertNames:
             layer.add(place, name)
 
 
-#: an expert (None: all), and which of its tensors
+#: (expert or None for all, (projection, suffix)).
 _Place = tuple[int | None, Key]
 
 
@@ -178,7 +214,18 @@ def _place(parsed: ExpertName | None) -> _Place | None:
 
 
 def by_layer(found: Iterable[LayerNames], where: object) -> dict[int, LayerNames]:
-    """Layers of one stack by number, in order; ``where`` they are, for CheckpointError."""
+    """Sort the layers of one stack by index.
+
+    Args:
+        found: Names of each layer.
+        where: The checkpoint, for messages.
+
+    Returns:
+        Names by layer index, ascending.
+
+    Raises:
+        CheckpointError: Two prefixes have the same layer index.
+    """
     layers: dict[int, LayerNames] = {}
     for names in found:
         known = layers.setdefault(names.layer, names)

@@ -1,6 +1,6 @@
-"""Kinds of checkpoints that are well known and that no package of this project reads: named as what they are.
+"""Name well-known checkpoint formats that are not supported, for error messages only.
 
-For messages only.  A format of another package may read any of them: it is asked first.
+No package of this project reads them. A third-party format may read any of them, so installed formats are tried first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INSTEAD = (
     "compressed-tensors): take such a checkpoint of the model, or its 16-bit one, to be quantised at load (--quantize)"
 )
 
-#: by the end of a file's name
+#: Formats by file suffix.
 _FILES = {
     ".gguf": "GGUF (llama.cpp)",
     ".ggml": "GGML (llama.cpp)",
@@ -31,7 +31,7 @@ _EXL2, _EXL3 = "EXL2 (ExLlamaV2)", "EXL3 (ExLlamaV3)"
 _INT4_FP8 = "INT4 weights with static FP8 activations"
 _W4AFP8 = f"W4AFP8 (SGLang: {_INT4_FP8})"
 
-#: by ``quant_method``
+#: Formats by ``quant_method``.
 _METHODS = {
     "aqlm": "AQLM",
     "bitnet": "BitNet",
@@ -58,7 +58,7 @@ _METHODS = {
     "w4afp8": _W4AFP8,
 }
 
-#: by what the names of an expert's tensors end with; all of a row must be there
+#: Formats by the suffixes of an expert's tensors; all suffixes of a row must be present.
 _SUFFIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("weight_packed", "weight_global_scale"), NVFP4),
     (("trellis",), _EXL3),
@@ -72,16 +72,21 @@ _SUFFIXES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def unsupported_quantization(quantization: Mapping[str, Any], stored: Mapping[str, str]) -> str | None:
-    """What experts are quantised as, where that is known and not supported.
+    """Recognize a known but unsupported quantization of experts.
 
-    ``stored``: suffixes of one projection's tensors, and their dtypes as safetensors spells them.
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        stored: dtypes of one projection's tensors as safetensors spells them, by suffix.
+
+    Returns:
+        Name of the quantization, or None if it is not recognized.
     """
     for row, what in _SUFFIXES:
         if stored.keys() >= set(row):
             return what
     codes = next((kind for suffix, kind in stored.items() if suffix in ("weight", "weight_packed")), None)
     if stored.keys() >= {"weight_scale", "weight_scale_2"} and codes in ("U8", "I8"):
-        # ModelOpt's W4A8_AWQ has as many scales, in floats of 16 or 32 bits
+        # ModelOpt's W4A8_AWQ has the same tensors, with 16-bit or 32-bit floating-point scales.
         return NVFP4 if stored["weight_scale"] == "F8_E4M3" else f"W4A8_AWQ ({_INT4_FP8})"
     method = str(quantization.get("quant_method", "")).lower()
     if method == "auto-round" and str(quantization.get("data_type", "")).startswith("nv_fp"):
@@ -97,13 +102,13 @@ def unsupported_quantization(quantization: Mapping[str, Any], stored: Mapping[st
 
 
 def _groups(quantization: Mapping[str, Any]) -> Iterable[Any]:
-    """The groups of compressed-tensors."""
+    """Return the config groups of compressed-tensors."""
     groups = quantization.get("config_groups")
     return groups.values() if isinstance(groups, dict) else ()
 
 
 def _is_int4_fp8(group: Any) -> bool:
-    """Whether int4 weights meet static float8 activations in a group of compressed-tensors."""
+    """Return whether a compressed-tensors group has int4 weights and static FP8 activations."""
     parts = [group.get(name) if isinstance(group, dict) else None for name in ("weights", "input_activations")]
     kinds = [
         (part.get("type", "int"), part.get("num_bits", 8), part.get("dynamic", False))
@@ -115,7 +120,14 @@ def _is_int4_fp8(group: Any) -> bool:
 
 
 def unsupported_files(paths: Iterable[Path]) -> str | None:
-    """What the files are, where one of them is of a kind that is known and not supported: "m.gguf is GGUF …"."""
+    """Recognize a file in a known but unsupported format.
+
+    Args:
+        paths: Files.
+
+    Returns:
+        A clause for a message ("m.gguf is GGUF …"), or None if there is no such file.
+    """
     for path in sorted(paths):
         what = _FILES.get(path.suffix.lower())
         if what is not None:
@@ -124,7 +136,16 @@ def unsupported_files(paths: Iterable[Path]) -> str | None:
 
 
 def unsupported_names(names: Iterable[str]) -> str | None:
-    """What the tensors are, where none of them is an expert's as transformers names it."""
+    """Recognize tensor names of known but unsupported formats.
+
+    This is used for checkpoints without experts under the names of transformers.
+
+    Args:
+        names: Names of all tensors.
+
+    Returns:
+        A clause for a message, or None if no name is recognized.
+    """
     for name in names:
         if ".switch_mlp." in name:
             return f"{name} is MLX's, whose layout is not supported; {INSTEAD}"

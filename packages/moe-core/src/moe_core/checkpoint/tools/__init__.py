@@ -1,1 +1,1 @@
-"""The quantization configs that each tool writes: one file per tool."""
+"""Interpret the quantization config of each tool; one module per tool."""

@@ -1,8 +1,9 @@
-"""What AutoRound's config says of one layer's experts: GPTQ's entries, and the data types of weights and activations.
+"""Interpret AutoRound's config for one layer's experts.
 
-The name of an OCP MX type says how its e8m0 scales are computed from the values: ``mx_fp`` rounds the largest
-magnitude's exponent down (``floor(log2(amax)) - emax``), ``mx_fp_rceil`` rounds up (``ceil(log2(amax / max))``).
-AutoRound's presets MXFP4 and MXFP8 write ``mx_fp``, MXFP4_RCEIL and MXFP8_RCEIL ``mx_fp_rceil``.
+It has GPTQ's entries, and the data types of weights and activations. The name of an OCP MX type determines how e8m0
+scales are computed from the values. ``mx_fp`` rounds the exponent of the largest magnitude down (``floor(log2(amax)) -
+emax``); ``mx_fp_rceil`` rounds up (``ceil(log2(amax / max))``). AutoRound's presets MXFP4 and MXFP8 write ``mx_fp``;
+MXFP4_RCEIL and MXFP8_RCEIL write ``mx_fp_rceil``.
 """
 
 from __future__ import annotations
@@ -15,38 +16,49 @@ from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.tools.gptq import GptqSettings, settings_entries
 from moe_core.spec.quant_key import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, kMxfp8Dynamic, kMxfp8DynamicDown
 
-#: columns that share a scale of an MX type
+#: Number of columns that share a scale in MX types.
 _GROUP = 32
-#: activations by their bits and AutoRound's name of the data type
+#: Activation keys by number of bits and AutoRound's name of the data type.
 MX_ACTIVATIONS: Mapping[tuple[int, str], QuantKey] = {
     **{(4, name): kMxfp4DynamicDown for name in ("mx_fp", "mx_fp4", "mx_fp4e2m1")},
     **{(4, name): kMxfp4Dynamic for name in ("mx_fp_rceil", "mx_fp4_rceil", "mx_fp4e2m1_rceil")},
     **{(8, name): kMxfp8DynamicDown for name in ("mx_fp", "mx_fp8", "mx_fp8e4m3")},
     **{(8, name): kMxfp8Dynamic for name in ("mx_fp_rceil", "mx_fp8_rceil", "mx_fp8e4m3_rceil")},
 }
-#: weights are e2m1 or e4m3 by these names; their scales are stored, however they were computed
+#: Names of e2m1 and e4m3 weights. How their scales were computed does not matter, since they are stored.
 _MX_WEIGHTS = frozenset(MX_ACTIVATIONS) | {(4, "mx_fp4_rceil_v2")}
 
 
 class AutoRoundSettings(GptqSettings):
-    """The settings as they hold for the layer's experts."""
+    """AutoRound's settings as they apply to the layer's experts."""
 
     @property
     def data_type(self) -> str | None:
-        """Of the weights: "int", "mx_fp" …"""
+        """The data type of the weights ("int", "mx_fp" …)."""
         return self.entries.text("data_type", "int")
 
     def not_mx_weights(self, bits: int) -> str | None:
-        """Why the weights are not MXFP4 (``bits`` 4) or MXFP8 (8), in one clause; None if they are."""
+        """Return why the weights are not MXFP4 or MXFP8.
+
+        Args:
+            bits: 4 for MXFP4, 8 for MXFP8.
+
+        Returns:
+            The reason as one clause, or None if the weights have this type.
+        """
         data_type = self.data_type
         if self.bits != bits or (bits, data_type) not in _MX_WEIGHTS:
             return f"data_type is {data_type!r} with {self.bits} bits, expected 'mx_fp' with {bits}"
         return self._wrong_group("group_size")
 
     def mx_activation(self, *bits: int) -> QuantKey | str | None:
-        """The activation key beside MX weights, None for 16 bits; or in one clause why it is not read.
+        """Return the quantization of the activations for MX weights.
 
-        ``bits``: 4, 8 or both, what the scheme's activations may have beside 16.
+        Args:
+            *bits: Numbers of bits that the scheme supports for activations in addition to 16: 4, 8 or both.
+
+        Returns:
+            The activation key, None for 16 bits, or, as one clause, why the activations are not supported.
         """
         act_bits = self.act_bits
         if act_bits == 16:
@@ -67,12 +79,30 @@ class AutoRoundSettings(GptqSettings):
 
 
 def is_auto_rounds(quantization: Mapping[str, Any]) -> bool:
-    """Whether AutoRound wrote the settings, under its own name or in the form of another tool."""
+    """Return whether AutoRound wrote the settings, in its own format or in that of another tool.
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+
+    Returns:
+        True if they have AutoRound's entries.
+    """
     return any(quantization.get(name) is not None for name in ("autoround_version", "data_type", "extra_config"))
 
 
 def auto_round_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> AutoRoundSettings:
-    """Those of AutoRound; CheckpointError where experts or projections would differ."""
+    """Interpret AutoRound's settings for a layer.
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        layer: The layer's expert tensors.
+
+    Returns:
+        The settings as they apply to the layer's experts.
+
+    Raises:
+        CheckpointError: Experts or projections have different settings.
+    """
     return layer.understood(quantization, _auto_round)
 
 

@@ -1,8 +1,8 @@
-"""What compressed-tensors' ``quantization_config`` says of one layer's experts.
+"""Interpret compressed-tensors' ``quantization_config`` for one layer's experts.
 
-A config has groups; each names its targets (modules by name, ``re:`` pattern or class) and how their weights and
-input activations are quantised.  ``ignore`` is not looked at: tools write lists that don't fit their files, so whether
-a layer is quantised is read off its tensors.
+A config has groups. Each group lists its targets (modules by name, ``re:`` pattern or class) and how their weights and
+input activations are quantized. ``ignore`` is not read, because tools write lists that do not match their files. The
+tensors determine whether a layer is quantized.
 """
 
 from __future__ import annotations
@@ -19,21 +19,30 @@ from moe_core.checkpoint.tools.namings import is_experts_class, under_any_name
 from moe_core.errors import CheckpointError
 
 _TYPES = ("int", "float")
-#: classes that a linear module belongs to, the closest first
+#: Classes of a linear module, most specific first.
 _LINEAR_CLASSES = ("Linear", "Module")
-#: strategies that a group size belongs to
+#: Strategies with a group size.
 _GROUPED = ("group", "tensor_group")
-#: orders of columns: with a group for each ("group", also "dynamic"), or undone before the file was written
+#: Activation orders. "group" and "dynamic" store a group index per column; "weight" and "static" are undone before the
+#: file is written.
 _ORDERS = ("group", "dynamic", "weight", "static")
 
 
 @dataclass(frozen=True)
 class QuantArgs:
-    """How one operand is quantised.
+    """Quantization of one operand.
 
-    ``strategy``: tensor, channel, group, block, token (or what else the file says); ``group_size`` along K;
-    ``block`` [rows, columns]; ``dynamic``: scales are computed at run time (True), come with the file (False), or both
-    ("local"); ``scale_dtype`` as written ("torch.uint8" for e8m0) or None.
+    Attributes:
+        type: "int" or "float".
+        num_bits: Number of bits.
+        strategy: tensor, channel, group, block, token, or any other value in the file.
+        group_size: Size of a group along K, or None.
+        block: [rows, columns] of a block, or None.
+        symmetric: Whether there are no zero points.
+        dynamic: Whether scales are computed at run time (True), stored in the file (False), or both ("local").
+        actorder: Activation order ("group", "weight" …); None if columns keep their order.
+        scale_dtype: dtype of the scales as written ("torch.uint8" for e8m0), or None.
+        where: Location of the settings, for messages.
     """
 
     type: str
@@ -49,7 +58,7 @@ class QuantArgs:
 
     @property
     def unusual(self) -> str | None:
-        """Why these are not weights as nearly all are, symmetric and static, in one clause."""
+        """Why the weights are not symmetric and static, as one clause; None if they are."""
         if self.symmetric and self.dynamic is False:
             return None
         found = "asymmetric" if self.dynamic is False else "dynamic"
@@ -63,7 +72,14 @@ class QuantArgs:
 
 @dataclass(frozen=True)
 class QuantGroup:
-    """One of the ``config_groups``.  ``inputs`` None: activations stay 16-bit; ``format`` names the tensors' layout."""
+    """One of the ``config_groups``.
+
+    Attributes:
+        name: Name of the group.
+        weights: Quantization of the weights.
+        inputs: Quantization of the input activations; None for 16 bits.
+        format: Name of the tensors' layout.
+    """
 
     name: str
     weights: QuantArgs
@@ -72,12 +88,20 @@ class QuantGroup:
 
     @property
     def where(self) -> str:
+        """The location of the group, for messages."""
         return f"config_groups.{self.name}"
 
     def reason_against(self, kind: str, bits: Sequence[int], formats: Sequence[str | None]) -> str | None:
-        """Why the weights are not of ``kind`` ("int") with any of ``bits``, kept in any of ``formats``, in one clause.
+        """Return why the weights do not have one of the given types and formats.
 
-        ``formats``: those that count; None: a group that names none; messages leave out the older "naive-quantized".
+        Args:
+            kind: Expected type, "int" or "float".
+            bits: Accepted numbers of bits.
+            formats: Accepted formats; None stands for a group without a format. Messages omit the old name
+                "naive-quantized".
+
+        Returns:
+            The reason as one clause, or None if the weights are accepted.
         """
         weights = self.weights
         if weights.type != kind or weights.num_bits not in bits:
@@ -90,19 +114,27 @@ class QuantGroup:
 
     @property
     def summary(self) -> str:
-        """The weights and activations, and where that is said."""
+        """A description of the weights and activations with the location of the group."""
         inputs = "16-bit activations" if self.inputs is None else f"{self.inputs} activations"
         return f"{self.weights} weights with {inputs}: {self.where}"
 
 
 def quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantGroup:
-    """The group whose targets name the layer's expert modules.
+    """Find the group whose targets match the layer's expert modules.
 
-    Exact names win over patterns, patterns over classes.  Where none names a module by its name in the file, names in
-    other namings of the same model are tried (:mod:`moe_core.checkpoint.tools.namings`) before classes.
+    Exact names take precedence over patterns, and patterns over classes. If no target matches a module's name in the
+    file, its names in other namings of the model (:mod:`moe_core.checkpoint.tools.namings`) are tried before classes.
 
-    Raises CheckpointError where there is no group, a malformed one, for experts or projections of different groups,
-    and for transforms of the experts' inputs or outputs.
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        layer: The layer's expert tensors.
+
+    Returns:
+        The group.
+
+    Raises:
+        CheckpointError: No group matches, a group is malformed, experts or projections have different settings, or
+            the experts' inputs or outputs are transformed.
     """
     return layer.understood(quantization, _quant_group)
 
@@ -142,7 +174,7 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
 
 
 def _difference(one: QuantGroup, other: QuantGroup) -> str:
-    """What two groups say differently."""
+    """Describe the first difference between two groups."""
     for name, mine, theirs in (
         ("weights", one.weights, other.weights),
         ("input_activations", one.inputs, other.inputs),
@@ -171,7 +203,7 @@ def _group(name: str, group: Mapping[str, Any], file: str, quantization: Mapping
 
 
 def _args(entries: QuantEntries) -> QuantArgs:
-    # what the tool itself refuses: these have defaults where they are left out, and may not be null
+    # The tool itself refuses null for these entries; only absent ones have defaults.
     for name in ("type", "num_bits", "symmetric", "dynamic"):
         entries.required(name)
     kind, group_size = entries.text("type", "int"), entries.integer("group_size", least=-1)
@@ -201,7 +233,7 @@ def _args(entries: QuantEntries) -> QuantArgs:
 
 
 def _actorder(entries: QuantEntries) -> str | None:
-    """ "group" (which true is short for), "weight" …; None where columns keep their order."""
+    """Return the activation order ("group", or true for short, "weight" …), or None."""
     found = entries.entries.get("actorder")
     if isinstance(found, bool):
         return "group" if found else None
@@ -212,25 +244,25 @@ def _actorder(entries: QuantEntries) -> str | None:
 
 
 def _implied_strategy(group_size: int | None) -> str:
-    """The strategy of arguments that name none."""
+    """Return the default strategy for a group size."""
     if group_size is None:
         return "tensor"
     return "channel" if group_size == -1 else "group"
 
 
 def _listed(group: Mapping[str, Any], name: str = "targets") -> Sequence[str]:
-    """The names, patterns and classes of modules that a group lists under ``name``."""
+    """Return the names, patterns and classes of modules that a group lists under ``name``."""
     found = group.get(name)
     return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
 
 
 def _owners(targets: Mapping[str, Sequence[str]], where: str, layer: LayerExperts) -> Callable[[str], tuple[str, ...]]:
-    """A function: module's name -> the group of ``targets`` that names it best, () where none does.
+    """Return a function that maps a module's name to its groups, () if no target matches.
 
-    As for compressed-tensors, its own name is better than a pattern, a pattern better than its class; of several
-    patterns the first in alphabetical order counts, and a target that several groups state belongs to the last.
-    Experts are one module that holds them all, or linear modules: classes of the former are better.  They may be of
-    several groups, whose settings must agree.
+    Precedence is that of compressed-tensors: the exact name, then a pattern, then the class. Among several patterns the
+    first in alphabetical order is used. A target of several groups belongs to the last group. Experts are either one
+    module that holds them all or linear modules; classes of the former take precedence. Several groups may target such
+    classes; their settings must agree.
     """
     kept = NamePatterns()
     groups = {target: group for group, listed in targets.items() for target in listed}
@@ -252,7 +284,7 @@ def _owners(targets: Mapping[str, Sequence[str]], where: str, layer: LayerExpert
 
 
 def _refuse_transforms(entries: QuantEntries, modules: Sequence[str], layer: LayerExperts) -> None:
-    """CheckpointError where the experts' inputs or outputs are multiplied by a matrix at run time (rotations)."""
+    """Refuse transforms (rotations) of the experts' inputs or outputs at run time."""
     transforms = entries.part("transform_config")
     groups = None if transforms is None else transforms.part("config_groups")
     for name in () if groups is None else groups.entries:

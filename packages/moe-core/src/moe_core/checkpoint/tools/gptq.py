@@ -1,7 +1,8 @@
-"""What the configs of GPTQ and AWQ say of one layer's experts; AutoRound (`auto_round`) has the same entries and more.
+"""Interpret the configs of GPTQ and AWQ for one layer's experts.
 
-The tools have settings for some modules only (:mod:`moe_core.checkpoint.tools.overrides`); AutoRound's stand in the
-forms of GPTQ and AWQ too.
+AutoRound's config (`auto_round`) has additional entries. The tools support settings for individual modules
+(:mod:`moe_core.checkpoint.tools.overrides`). AutoRound's overrides also appear in checkpoints that it exports in the
+formats of GPTQ and AWQ.
 """
 
 from __future__ import annotations
@@ -17,25 +18,29 @@ from moe_core.checkpoint.tools.overrides import with_overrides
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """The settings as they hold for the layer's experts.
+    """Settings as they apply to the layer's experts.
 
-    An entry is read, and refused by a CheckpointError if it is broken, when it is asked for.
+    Entries are validated on access; an invalid one raises CheckpointError.
+
+    Attributes:
+        entries: The settings, including overrides for the experts.
     """
 
     entries: QuantEntries
 
     @property
     def where(self) -> str:
+        """The location of the settings, for messages."""
         return self.entries.where
 
     @property
     def bits(self) -> int | None:
-        """Bits of a code."""
+        """The number of bits per code."""
         return self.entries.integer(self.entries.name_of("bits", "w_bit", "wbits"))
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale, -1 for all of a row."""
+        """The number of columns that share a scale; -1 for all columns of a row."""
         entries = self.entries
         size = entries.integer(entries.name_of("group_size", "q_group_size"), least=-1)
         if size is None or size == 0:
@@ -44,23 +49,34 @@ class GptqSettings:
 
     @property
     def act_bits(self) -> int | None:
-        """Bits of the activations, 16 where nothing is said."""
+        """The number of bits of the activations; 16 by default."""
         return self.entries.integer("act_bits", 16)
 
     @property
     def quantised_inputs(self) -> str | None:
-        """Why the activations are not in 16 bits (or 32), in one clause; None if they are."""
+        """Why the activations do not have 16 (or 32) bits, as one clause; None if they do."""
         return None if self.act_bits in (16, 32) else f"act_bits is {self.act_bits}, expected 16"
 
     @property
     def summary(self) -> str:
-        """The bits and groups, and where they are said."""
+        """A description of bits and groups with the location of the settings."""
         size = self.group_size
         return f"{self.bits} bits {'by channel' if size == -1 else f'in groups of {size}'}: {self.where}"
 
 
 def gptq_settings(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
-    """Those of GPTQ and AWQ; CheckpointError where experts or projections would differ."""
+    """Interpret the settings of GPTQ or AWQ for a layer.
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        layer: The layer's expert tensors.
+
+    Returns:
+        The settings as they apply to the layer's experts.
+
+    Raises:
+        CheckpointError: Experts or projections have different settings.
+    """
     return layer.understood(quantization, _gptq)
 
 
@@ -69,7 +85,19 @@ def _gptq(quantization: Mapping[str, Any], layer: LayerExperts) -> GptqSettings:
 
 
 def settings_entries(quantization: Mapping[str, Any], layer: LayerExperts, *overrides: str) -> QuantEntries:
-    """The entries as they hold for the layer's experts, with what the objects ``overrides`` say of some modules."""
+    """Apply module overrides to the settings of a tool.
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        layer: The layer's expert tensors.
+        *overrides: Names of the objects with overrides.
+
+    Returns:
+        The entries as they apply to the layer's experts.
+
+    Raises:
+        CheckpointError: Experts or projections have different settings.
+    """
     entries = QuantEntries(quantization, f"{layer.checkpoint.path / 'config.json'}: quantization_config")
     for part in overrides:
         entries = with_overrides(entries, part, layer)

@@ -1,4 +1,7 @@
-"""What ModelOpt's config says of one layer's experts (``hf_quant_config.json``, ``quantization_config``)."""
+"""Interpret ModelOpt's config for one layer's experts.
+
+The config is ``hf_quant_config.json`` or ``quantization_config`` in config.json.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,32 @@ from moe_core.errors import CheckpointError
 
 
 def is_modelopt(quantization: Mapping[str, Any]) -> bool:
-    """Whether ``quant_method`` names ModelOpt ("modelopt", "modelopt_mixed" …)."""
+    """Return whether ``quant_method`` names ModelOpt ("modelopt", "modelopt_mixed" …).
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+
+    Returns:
+        True if it does.
+    """
     return str(quantization.get("quant_method", "")).lower().split("_")[0] == "modelopt"
 
 
 def quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[str, QuantEntries]:
-    """(algorithm in capitals, the entries that came with it) of the layer's experts.
+    """Find the quantization algorithm of the layer's experts.
 
-    ``MIXED_PRECISION`` is resolved through ``quantized_layers``, whose entries name modules, blocks or patterns.  The
-    ``config_groups`` that ModelOpt writes too are not looked at: they call every activation static.
-    Raises CheckpointError where nothing is said of the experts, or different things of their projections.
+    ``MIXED_PRECISION`` is resolved through ``quantized_layers``, whose keys are modules, blocks or patterns. ModelOpt
+    also writes ``config_groups``; they are not read, because they declare every activation static.
+
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        layer: The layer's expert tensors.
+
+    Returns:
+        (algorithm in upper case, the object that states it).
+
+    Raises:
+        CheckpointError: No algorithm is stated for the experts, or projections have different ones.
     """
     return layer.understood(quantization, _quant_algo)
 
@@ -60,7 +79,7 @@ def _quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[s
 
 
 def _refuse_other(named: str, entries: QuantEntries, layers: QuantEntries | None, layer: LayerExperts) -> None:
-    """CheckpointError where ``quantized_layers`` has another algorithm for the experts than ``quant_algo``."""
+    """Refuse ``quantized_layers`` that contradict ``quant_algo`` for the experts."""
     if layers is None:
         return
     owner = _owners(layers, layer)
@@ -76,9 +95,10 @@ def _refuse_other(named: str, entries: QuantEntries, layers: QuantEntries | None
 
 
 def _owners(layers: QuantEntries, layer: LayerExperts) -> Callable[[str], str | None]:
-    """A function: module's name -> the entry of it or of the closest part of the model around it; patterns last.
+    """Return a function that maps a module's name to its key in ``layers``.
 
-    Where its name in the file has none, its names in other namings of the model are tried.
+    The key is the module's name, else that of the innermost enclosing module, else a matching pattern. If no key
+    matches the name in the file, the module's names in other namings of the model are tried.
     """
     kept = NamePatterns()
     patterns = [(key, kept.wildcard(key, f"{layers.where}: the key")) for key in layers.entries if "*" in key]
@@ -95,5 +115,13 @@ def _owners(layers: QuantEntries, layer: LayerExperts) -> Callable[[str], str | 
 
 
 def unknown_algo(algorithm: str, known: Collection[str]) -> str:
-    """The reason against an algorithm that is none of those that a format reads."""
+    """Return the reason why a format does not read an algorithm.
+
+    Args:
+        algorithm: The algorithm found.
+        known: Algorithms that the format reads.
+
+    Returns:
+        The reason as one clause.
+    """
     return f"quant_algo is {short(algorithm)}, expected {one_of(tuple(known))}"

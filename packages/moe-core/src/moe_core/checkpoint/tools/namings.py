@@ -1,7 +1,7 @@
-"""Names that the same module has in other namings of a model.
+"""Translate module names between the naming schemes of a model.
 
-Tools state settings by module paths of the model that they quantized, and store tensors under the names of the
-published checkpoint.  The two differ where transformers renames modules while loading.
+Tools key their settings by module paths of the model that they quantized, but store tensors under the names of the
+published checkpoint. The two differ if transformers renames modules while loading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_core.checkpoint.reader import Checkpoint
 
 T = TypeVar("T")
 
-#: what stands before the layers of the language model
+#: Prefixes of the language model's layers.
 _STARTS = (
     "model.",
     "model.language_model.",
@@ -25,12 +25,12 @@ _STARTS = (
     "backbone.",
     "",
 )
-#: names of a layer's MoE block
+#: Names of a layer's MoE block.
 _BLOCKS = ("mlp", "block_sparse_moe", "mixer", "feed_forward", "ffn", "moe")
-#: names of the same projection of an expert
+#: Synonyms of each projection of an expert.
 _ENDS = (("gate_proj", "w1", "gate_up_proj"), ("up_proj", "w3", "gate_up_proj"), ("down_proj", "w2"))
 
-#: classes of experts that every token takes, which are linear modules here
+#: Classes of shared experts, which are treated as linear modules here.
 _SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
 
 _MODULE = re.compile(r"(?P<start>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.+)")
@@ -41,10 +41,17 @@ _DENSE = re.compile(
 
 
 def under_any_name(named: Callable[[str], T | None], layer: LayerExperts) -> Callable[[str], T | None]:
-    """A function of a module's name: ``named`` of it, or else of the first other name of the module that has any.
+    """Extend a lookup by module name to the module's names in other namings of the model.
 
-    Where no other name of an expert's module has any, those of the same module of other experts are not tried: a layer
-    has hundreds of experts and each module hundreds of names.
+    If a lookup fails under all names of an expert's module, the other names of the same projection of other experts
+    are not tried: a layer has hundreds of experts, and each module hundreds of names.
+
+    Args:
+        named: Returns a result for a module's name, or None.
+        layer: The layer's expert tensors.
+
+    Returns:
+        Function that returns ``named`` of a module's name, or else of the first other name with a result.
     """
     unnamed: set[str] = set()
 
@@ -62,9 +69,17 @@ def under_any_name(named: Callable[[str], T | None], layer: LayerExperts) -> Cal
 
 
 def other_names(module: str, checkpoint: Checkpoint) -> Iterator[str]:
-    """Names of a module of the language model in other namings of it; of an expert's, of the experts as a whole too.
+    """Yield the names of a language-model module in other namings of the model.
 
-    Blocks that ``checkpoint`` uses for dense layers are other modules, not other names.
+    For a module of an expert, the names of the module that holds all experts are included. Block names that the
+    checkpoint uses for dense layers are excluded, because they denote other modules.
+
+    Args:
+        module: Name of the module.
+        checkpoint: The open checkpoint.
+
+    Yields:
+        The names.
     """
     match = _MODULE.fullmatch(module)
     if match is None:
@@ -72,7 +87,7 @@ def other_names(module: str, checkpoint: Checkpoint) -> Iterator[str]:
     starts = dict.fromkeys((match["start"], *_STARTS))
     expert = _EXPERT.fullmatch(match["rest"])
     if expert is None:
-        # layers of a vision tower have numbers too
+        # Only under the prefixes of the language model: layers of a vision tower are numbered too.
         for start in starts if match["start"] in _STARTS else ():
             yield f"{start}layers.{match['layer']}.{match['rest']}"
         return
@@ -87,5 +102,12 @@ def other_names(module: str, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def is_experts_class(name: str) -> bool:
-    """Whether modules of the class hold a layer's routed experts ("Qwen3MoeExperts", "FusedMoE", "RoutedExperts")."""
+    """Return whether a class name denotes modules that hold a layer's routed experts.
+
+    Args:
+        name: Name of a class ("Qwen3MoeExperts", "FusedMoE", "RoutedExperts").
+
+    Returns:
+        True if it does.
+    """
     return name.isidentifier() and name.lower().endswith(("experts", "moe")) and name not in _SHARED_EXPERTS

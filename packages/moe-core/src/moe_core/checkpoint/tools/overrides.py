@@ -1,7 +1,8 @@
-"""Settings that hold for some modules only: GPTQModel's ``dynamic``, AutoRound's ``extra_config``.
+"""Apply settings for individual modules of GPTQModel and AutoRound.
 
-Both are objects whose keys choose modules and whose values replace entries of the config (``bits``, ``group_size``,
-``sym`` …).  A layer's experts must come out alike.
+GPTQModel's ``dynamic`` and AutoRound's ``extra_config`` are objects whose keys select modules and whose values
+override entries of the config (``bits``, ``group_size``, ``sym`` …). All experts of a layer must end up with the same
+settings.
 """
 
 from __future__ import annotations
@@ -18,18 +19,27 @@ from moe_core.checkpoint.experts.matrices import expert_modules
 from moe_core.checkpoint.tools.namings import under_any_name
 from moe_core.errors import CheckpointError
 
-#: the entries that decide how tensors are read
+#: Entries that determine how tensors are read.
 _DECISIVE = frozenset(name for fact in FACTS for name in fact.names)
 _META = re.compile(r"[\^$|()\[\]?+*\\{}]")
 
-#: a module's name -> the key that chooses it, None where none does
+#: Function that maps a module's name to the key that selects it, or None.
 Chooser = Callable[[str], str | None]
 
 
 def with_overrides(entries: QuantEntries, part: str, layer: LayerExperts) -> QuantEntries:
-    """``entries`` as they hold for the layer's experts, with what the object ``part`` says of them.
+    """Apply one object of overrides to a layer's experts.
 
-    Raises CheckpointError for keys that are no patterns, and where experts or projections would differ.
+    Args:
+        entries: Settings of the tool.
+        part: Name of the object with overrides, "dynamic" or "extra_config".
+        layer: The layer's expert tensors.
+
+    Returns:
+        The settings as they apply to the experts.
+
+    Raises:
+        CheckpointError: A key is not a valid pattern, or experts or projections have different settings.
     """
     overrides = entries.part(part)
     if overrides is None or not overrides.entries:
@@ -53,9 +63,10 @@ def with_overrides(entries: QuantEntries, part: str, layer: LayerExperts) -> Qua
 
 
 def _dynamic(overrides: QuantEntries) -> Chooser:
-    """The first pattern that fits from the start; "-:" before it: modules that are not quantised, "+:": those that are.
+    """Select the first pattern that matches at the start of the name.
 
-    Experts whose tensors are quantised are so whatever "-:" says, as lists of ignored modules are not looked at.
+    Keys may start with "+:" for quantized or "-:" for unquantized modules. Keys with "-:" are skipped, since the
+    tensors determine whether experts are quantized.
     """
     kept = NamePatterns()
     patterns = [
@@ -67,7 +78,7 @@ def _dynamic(overrides: QuantEntries) -> Chooser:
 
 
 def _extra_config(overrides: QuantEntries) -> Chooser:
-    """A module's own name, else the last part of a name, or pattern, that is found in it."""
+    """Select the exact name, else the last key that is a part of it, else the last pattern."""
     kept = NamePatterns()
     patterns = [
         (key, kept.regular(key, f"{overrides.where}: the key")) for key in overrides.entries if _META.search(key)
@@ -87,7 +98,10 @@ def _extra_config(overrides: QuantEntries) -> Chooser:
 
 
 def _runs(name: str) -> Iterator[str]:
-    """Every run of whole parts of a dotted name: configs may hold an entry for each module of the model."""
+    """Yield every run of components of a dotted name.
+
+    Looking up each run is fast even if the config has an entry for each module of the model.
+    """
     parts = name.split(".")
     for first in range(len(parts)):
         for last in range(first, len(parts)):

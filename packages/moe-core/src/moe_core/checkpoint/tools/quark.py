@@ -1,4 +1,4 @@
-"""What Quark's ``quantization_config`` says of one layer's experts."""
+"""Interpret Quark's ``quantization_config`` for one layer's experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_core.spec.quant_key import (
     kMxfp8DynamicEven,
 )
 
-#: activations in groups of 32 with e8m0 scales, by ``scale_calculation_mode``: MXFP4 and MXFP8
+#: Keys of (MXFP4, MXFP8) activations, in groups of 32 with e8m0 scales, by ``scale_calculation_mode``.
 _MX_ACTIVATIONS = {
     "even": (kMxfp4DynamicEven, kMxfp8DynamicEven),
     "floor": (kMxfp4DynamicDown, kMxfp8DynamicDown),
@@ -29,49 +29,59 @@ _MX_ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class QuarkArgs:
-    """How one operand is quantised.  An entry is read, and refused if it is broken, when it is asked for."""
+    """Quantization of one operand.
+
+    Entries are validated on access; an invalid one raises CheckpointError.
+
+    Attributes:
+        entries: The settings of the operand.
+    """
 
     entries: QuantEntries
 
     @property
     def where(self) -> str:
+        """The location of the settings, for messages."""
         return self.entries.where
 
     @property
     def dtype(self) -> str | None:
-        """ "int8", "fp4", "fp8_e4m3" …"""
+        """The dtype as Quark spells it ("int8", "fp4", "fp8_e4m3" …)."""
         return self.entries.text("dtype")
 
     @property
     def is_e4m3(self) -> bool:
+        """Whether the dtype is FP8 e4m3."""
         return self.dtype in ("fp8_e4m3", "fp8")
 
     @property
     def scheme(self) -> str | None:
-        """What shares a scale: "per_tensor", "per_channel", "per_group", "per_block", "per_token"."""
+        """The granularity of scales ("per_tensor", "per_channel", "per_group" …)."""
         return self.entries.text("qscheme")
 
     @property
     def dynamic(self) -> bool:
+        """Whether scales are computed at run time."""
         return self.entries.boolean("is_dynamic")
 
     @property
     def symmetric(self) -> bool:
+        """Whether there are no zero points."""
         return self.entries.boolean("symmetric", True)
 
     @property
     def group_size(self) -> int | None:
-        """Elements of a group along K."""
+        """The number of elements per group along K."""
         return self.entries.integer("group_size")
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """[rows, columns]."""
+        """[rows, columns] of a block."""
         return self.entries.block("block_size")
 
     @property
     def axis(self) -> int | None:
-        """The dimension whose channels have scales of their own, from -2."""
+        """The dimension of the channels with separate scales; at least -2."""
         return self.entries.integer("ch_axis", least=-2)
 
     @property
@@ -86,7 +96,10 @@ class QuarkArgs:
 
     @property
     def mx_activation(self) -> QuantKey | str | None:
-        """The key of dynamic MXFP4 or MXFP8 activations, in one clause why it is not read, None for other types."""
+        """The key of dynamic MXFP4 or MXFP8 activations; None for other types.
+
+        A string states, as one clause, why the activations are not supported.
+        """
         if not (self.dynamic and self.is_microscaling and (self.is_e4m3 or self.dtype == "fp4")):
             return None
         mode = self.entries.text("scale_calculation_mode", "even")
@@ -102,7 +115,13 @@ class QuarkArgs:
 
 @dataclass(frozen=True)
 class QuarkLayer:
-    """How the experts' linear modules are quantised.  ``inputs`` None: activations stay in 16 bits."""
+    """Quantization of the experts' linear modules.
+
+    Attributes:
+        where: Location of the settings, for messages.
+        weight: Quantization of the weights.
+        inputs: Quantization of the input activations; None for 16 bits.
+    """
 
     where: str
     weight: QuarkArgs
@@ -110,14 +129,22 @@ class QuarkLayer:
 
 
 def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
-    """What is said of the experts' linear modules; or in one clause why no format reads it.
+    """Find the settings of the experts' linear modules.
 
-    Weights that are not quantised, and outputs of experts that are, are read by none.
+    ``layer_quant_config`` selects modules by name or pattern ("*", or a regular expression after "re:") in any naming
+    of the model. It takes precedence over ``layer_type_quant_config`` (by class, classes of experts first) and
+    ``global_quant_config``. ``exclude`` is not read, because Quark leaves experts unquantized without recording it. The
+    tensors determine whether a layer is quantized.
 
-    ``layer_quant_config`` goes by name or pattern ("*", or a regular expression behind "re:"), in any naming of the
-    model, and wins over ``layer_type_quant_config`` (by class, those of experts first) and ``global_quant_config``.
-    ``exclude`` is not looked at: Quark leaves experts out without saying so, therefore the tensors tell whether a layer
-    is quantised.
+    Args:
+        quantization: Quantization settings of the checkpoint.
+        layer: The layer's expert tensors.
+
+    Returns:
+        The settings, or, as one clause, why no format reads them: weights are not quantized, or outputs are.
+
+    Raises:
+        CheckpointError: Experts or projections have different settings, or the config is invalid.
     """
     return layer.understood(quantization, _quark_layer)
 
@@ -139,17 +166,17 @@ def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkL
     weight, inputs = first.part("weight"), first.part("input_tensors")
     if weight is None:
         return f"{first.where}: weight is null"
-    # those of a linear layer (of keys, for a cache in FP8) say nothing of its weight
+    # Output scales of a linear layer (such as keys for an FP8 KV cache) do not affect its weight.
     if first.part("output_tensors") is not None and not layer.is_linear:
         return f"{first.where}: output_tensors are quantised, expected null"
     return QuarkLayer(first.where, QuarkArgs(weight), None if inputs is None else QuarkArgs(inputs))
 
 
 def _chooser(entries: QuantEntries, layer: LayerExperts) -> Callable[[str], QuantEntries]:
-    """A function: module's name -> the entries that hold for it.
+    """Return a function that maps a module's name to the entries that apply to it.
 
-    A module's own name is better than one of a part of the model that holds it, and the first pattern that fits; these
-    in another naming of the model are better than its class.
+    The exact name takes precedence over the first matching pattern or enclosing module. Both, in any naming of the
+    model, take precedence over the class.
     """
     by_name, by_type = entries.part("layer_quant_config"), entries.part("layer_type_quant_config")
     kept = NamePatterns()

@@ -1,1 +1,1 @@
-"""The commands of ``moe``: one module each, whose ``run(arguments)`` returns the exit code."""
+"""Commands of ``moe``: one module each, whose ``run(arguments)`` returns the exit code."""

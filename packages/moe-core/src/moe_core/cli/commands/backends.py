@@ -1,4 +1,4 @@
-"""moe backends: which backend runs on which GPU, and what each one claims."""
+"""``moe backends``: which backend runs on which GPU, and what each one claims."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ All claims: moe backends -v, or moe backends --scheme S --backend B."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     from moe_core.selection.registry import install_hint, registry
 
     plugins = registry()
@@ -56,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_backend(name: str, oracles: Sequence[Oracle], scheme: str | None) -> None:
-    """ConfigError for a backend that none of ``oracles`` has, which are all, or that of ``scheme``."""
+    """Raise ConfigError for a backend that none of ``oracles`` has.
+
+    ``oracles`` are those of all schemes, or of ``scheme``.
+    """
     from moe_core.selection.registry import registry
 
     def has(oracle: Oracle) -> set[str]:
@@ -73,9 +83,16 @@ def _check_backend(name: str, oracles: Sequence[Oracle], scheme: str | None) -> 
 
 
 def orders(oracle: Oracle) -> dict[str, list[str]]:
-    """In which order backends are asked: by "default", and by those of :data:`DEVICES` on which it is another one.
+    """Return the order of a scheme's backends by device.
 
-    A scheme may put backends back that do not take the keys; those that take them keep their order.
+    The key "default" has the usual order. Entries of :data:`DEVICES` appear only if their order differs. A scheme may
+    move backends back that do not take the keys. Those that take them keep their order.
+
+    Args:
+        oracle: Oracle of the scheme.
+
+    Returns:
+        Names of the backends in order of preference, by device.
     """
     from moe_core.spec.config import FusedMoEConfig
     from moe_core.spec.device import DeviceInfo
@@ -91,7 +108,7 @@ def orders(oracle: Oracle) -> dict[str, list[str]]:
         for weight, activation in pairs:
             try:
                 asked = oracle.priority(config, weight_key=weight, activation_key=activation, device=device)
-            except MoEError:  # a scheme that does not work, or cannot mean these keys
+            except MoEError:  # The scheme does not work, or does not support these keys.
                 continue
             names = [backend.name for backend in asked]
             fitting = [name for name in names if any(one.takes_keys(weight, activation) for one in claims[name])]
@@ -102,7 +119,7 @@ def orders(oracle: Oracle) -> dict[str, list[str]]:
 
 
 def _other_orders(oracles: Sequence[Oracle]) -> Iterator[str]:
-    """Lines for the legend."""
+    """Yield legend lines about orders that differ from the default."""
     for oracle in oracles:
         default, *others = orders(oracle).items()
         for arch, names in others:
@@ -111,7 +128,14 @@ def _other_orders(oracles: Sequence[Oracle]) -> Iterator[str]:
 
 
 def support(oracle: Oracle) -> dict[str, dict[str, str]]:
-    """What each backend is on each device: "run" on it, "claimed", or "no"; by backend and device."""
+    """Return the state of each backend on each device.
+
+    Args:
+        oracle: Oracle of the scheme.
+
+    Returns:
+        "run" (tested there), "claimed" or "no", by backend and device.
+    """
     from moe_core.spec.device import DeviceInfo
 
     found: dict[str, dict[str, str]] = {}
@@ -127,7 +151,7 @@ def support(oracle: Oracle) -> dict[str, dict[str, str]]:
 
 
 def _is_on(hardware: str, arch: str) -> bool:
-    """Whether hardware that a claim names, "NVIDIA H200 (sm90)" or "cpu", is of an architecture."""
+    """Whether the hardware of a claim, "NVIDIA H200 (sm90)" or "cpu", has an architecture."""
     return hardware == arch or hardware.endswith(f"({arch})")
 
 
@@ -152,7 +176,18 @@ def _table(oracles: Sequence[Oracle], devices: dict[str, dict[str, dict[str, str
 def describe(
     scheme: str, backend: str, origin: str, experts: type[FusedMoEExperts], aliases: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """One backend's claims, ready for JSON."""
+    """Return one backend's claims, ready for JSON.
+
+    Args:
+        scheme: Name of the scheme.
+        backend: Name of the backend.
+        origin: Package that brings it.
+        experts: Experts class.
+        aliases: Other names of the backend.
+
+    Returns:
+        The claims by name.
+    """
     claims: Claims = experts.claims
     return {
         "scheme": scheme,
@@ -186,13 +221,13 @@ def describe(
 
 
 def _pair(claims: Claims, weight: KeyClaim, activation: KeyClaim) -> dict[str, Any]:
-    """Names of the keys of a claimed pair, what sizes must divide by, and where every one of them was run."""
+    """Return the key names of a claimed pair, its size multiples, and where all keys were run."""
     weights, activations = expand_key(weight), expand_key(activation)
     verified = [claims.verified_for(w, a) for w in weights for a in activations]
     return {
         "weights": [key_name(key) for key in weights],
         "activations": [key_name(key) for key in activations],
-        # [hidden size, intermediate size] of each of the weights
+        # [hidden size, intermediate size] of each weight key
         "multiples": [list(claims.multiples(key)) for key in weights],
         "verified_on": [name for name in verified[0] if all(name in others for others in verified)],
         "summary": f"{claim_name(weight)} x {claim_name(activation)}",
@@ -200,7 +235,14 @@ def _pair(claims: Claims, weight: KeyClaim, activation: KeyClaim) -> dict[str, A
 
 
 def details(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """What :func:`describe` found, for readers: labels and texts; the label "keys" once for each claimed pair."""
+    """Return the result of :func:`describe` as labeled texts.
+
+    Args:
+        row: Result of :func:`describe`.
+
+    Returns:
+        (label, text); the label "keys" occurs once per claimed pair.
+    """
     flags = {
         "bias": "biases",
         "expert_map": "expert map",
@@ -239,7 +281,7 @@ def details(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _activations(names: Sequence[str]) -> str:
-    """Names of activation functions; one phrase for all gated and one for all others, where all are claimed."""
+    """Return names of activation functions, with a phrase for all gated and all ungated ones."""
     found, parts = set(names), []
     for phrase, gated in (("all gated", True), ("all without a gate", False)):
         group = {activation.value for activation in MoEActivation if activation.is_gated is gated}
@@ -250,7 +292,7 @@ def _activations(names: Sequence[str]) -> str:
 
 
 def _in_full(row: dict[str, Any]) -> str:
-    """One backend's claims as lines of text."""
+    """Return one backend's claims as lines of text."""
     origin = f", of {row['package']}" if row["package"] else ""
     lines = [f"{row['scheme']} {row['backend']}: {row['experts'].partition(':')[2]} ({row['kind']}{origin})"]
     above = ""

@@ -1,9 +1,9 @@
-"""moe bench: a layer's time per token count and backend, beside the machine's limits.
+"""``moe bench``: time of a layer per token count and backend, next to the machine's limits.
 
-The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
+The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights). The floor is the larger
 of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
-a dense product, both measured on this machine or given.  On a GPU calls are CUDA graphs over rotating inputs; times are
-medians.
+a dense product. Both limits are measured on this machine or given. On a GPU, calls are CUDA graphs over rotating
+inputs. Times are medians.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     with ranks_of(args) as ranks:
         return _run(args, ranks)
 
@@ -114,7 +121,7 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
 
 
 def _limits(args: argparse.Namespace, layer: Layer, device: torch.device) -> Limits:
-    """Those given; others are measured."""
+    """Return the given limits, and measure the others."""
     from moe_core.cli import _machine
 
     bandwidth = None if args.bandwidth is None else 1e9 * args.bandwidth
@@ -161,7 +168,7 @@ def _measure(
     budget: float,
     skew: float,
 ) -> Iterator[dict[str, Any]]:
-    """What was measured of the selected backend, for each number of tokens."""
+    """Yield the measurement of the selected backend for each number of tokens."""
     from moe_core.cli._timing import measure
     from moe_core.selection.registry import registry
 
@@ -189,7 +196,7 @@ def _measure(
 
 
 def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float) -> tuple[float, float]:
-    """(bytes, operations) that cannot be avoided."""
+    """Return the (bytes, operations) that cannot be avoided."""
     per_expert = weights.nbytes / config.local_experts
     states = 2 * count * config.hidden_size * config.dtype.itemsize
     products = (config.w13_rows + config.intermediate_size) * config.hidden_size
@@ -238,7 +245,7 @@ def _text(data: dict[str, Any]) -> str:
 
 
 def _spread(result: dict[str, Any]) -> str:
-    """ "-1/+4 %": from the median to the 10th and to the 90th percentile."""
+    """Return text such as "-1/+4 %": from the median to the 10th and to the 90th percentile."""
     low, high = (100 * (bound / result["seconds"] - 1) for bound in result["seconds_p10_p90"])
     return f"-{abs(low):.0f}/+{abs(high):.0f} %"
 

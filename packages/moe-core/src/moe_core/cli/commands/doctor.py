@@ -1,4 +1,4 @@
-"""moe doctor: versions, GPU, installed schemes, what is missing and the command that adds it."""
+"""``moe doctor``: versions, GPUs, schemes, missing packages and commands to add them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ if TYPE_CHECKING:
 
 PACKAGES = ("moe-core", "torch", "triton", "safetensors", "numpy", "flashinfer-python")
 
-#: shown where they are installed
+#: packages that are shown only if they are installed
 FRAMEWORKS = ("transformers", "vllm", "sglang")
 
-#: entry points of packages that bring the experts into other programs: functions that return what there is to say
+#: entry points of packages that integrate the experts into other programs; each is a function that returns lines of
+#: text
 INTEGRATION_GROUP = "moe_core.integrations"
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code: 1 where something installed does not work."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code: 1 if something installed does not work.
+    """
     from moe_core.selection.registry import KNOWN_SCHEMES, registry
     from moe_core.spec.environment import distribution_version
 
@@ -53,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plugin_distributions() -> list[str]:
-    """Names of the installed distributions that bring anything to moe-core, commands and integrations too."""
+    """Return the installed distributions that extend moe-core, also by commands or integrations."""
     from moe_core.plugins import entry_points
     from moe_core.plugins.faults import PluginFault
     from moe_core.selection.registry import BACKEND_GROUP, FORMAT_GROUP, SCHEME_GROUP
@@ -86,7 +94,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _schemes(plugins: Registry) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Installed schemes with their backends' names, what was left out, and what else there is to say of plug-ins."""
+    """Return the installed schemes with their backends, what was omitted, and notes on plug-ins."""
     found: list[dict[str, Any]] = []
     notes: list[str] = []
     broken: list[PluginFault] = []
@@ -102,16 +110,17 @@ def _schemes(plugins: Registry) -> tuple[list[dict[str, Any]], list[str], list[s
 
 
 def _integrations(faults: list[str]) -> dict[str, list[str]]:
-    """What packages say that bring the experts into other programs, by the names of their entry points.
+    """Return the lines that integrations report, by the names of their entry points.
 
-    Each is a function without arguments that returns lines of text; what it raises is added to ``faults``.
+    Each entry point is a function without arguments that returns lines of text. Errors that it raises are added to
+    ``faults``.
     """
     from moe_core.plugins.entry_points import installed, load
     from moe_core.plugins.faults import PluginFault
 
     found: dict[str, list[str]] = {}
     for point in installed(INTEGRATION_GROUP):
-        if isinstance(point, PluginFault):  # the registry has named it
+        if isinstance(point, PluginFault):  # The registry has already named this fault.
             continue
         says = load(point, "integration", _called)
         if isinstance(says, PluginFault):
@@ -126,7 +135,7 @@ def _called(function: Any) -> list[str]:
 
 
 def _broken_claims(oracle: Oracle) -> Iterator[PluginFault]:
-    """Classes whose claims fail for a small layer, of each kind of weights and activations that is claimed."""
+    """Yield classes whose claims fail for a small layer of any claimed pair of keys."""
     from moe_core.errors import MoEError
     from moe_core.interface.claims import expand_key
     from moe_core.selection.report import SelectionError
@@ -140,7 +149,7 @@ def _broken_claims(oracle: Oracle) -> Iterator[PluginFault]:
             report = oracle.select(config, weight_key=weight_key, activation_key=activation_key).report
         except SelectionError as error:
             report = error.report
-        except MoEError:  # keys that the scheme cannot mean
+        except MoEError:  # The scheme does not support these keys.
             continue
         yield from (candidate.fault for candidate in report.candidates if candidate.fault is not None)
 
@@ -172,7 +181,7 @@ def _missing(versions: dict[str, str | None], plugins: Registry) -> list[dict[st
     wanted = {TRITON}
     for oracle in plugins.oracles():
         wanted |= {r for b in oracle.table() for e in b.load() for r in e.claims.requires}
-    # several schemes may need one library, each with an extra of its own that adds it
+    # Several schemes may need the same library, each with a separate extra that adds it.
     lacking: dict[str, list[Requirement]] = {}
     for requirement in sorted(wanted, key=lambda r: (r.distribution, r.to_install)):
         if environment.reason_against(requirement) is not None:

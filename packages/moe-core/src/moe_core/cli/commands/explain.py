@@ -1,4 +1,7 @@
-"""moe explain: which backend runs a layer, or every layer of a checkpoint, and why; also for a GPU that is not here."""
+"""``moe explain``: which backend runs a layer, or each layer of a checkpoint, and why.
+
+It also works for a GPU that is not installed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,14 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     if args.all_layers:
         return explain_all(args)
     names = names_of(args.device)
@@ -42,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> Explained:
-    """What is said of one device."""
+    """Return the explanation for one device."""
     parallel = _arguments.parallel_of(args)
     found: dict[str, Any] = {}
     checkpoint, stored = None, 0
@@ -79,7 +89,7 @@ def _explain(args: argparse.Namespace) -> Explained:
     if memory is not None:
         count, other = 1, 0
         if checkpoint is not None:
-            # layers are taken to be alike: --all-layers reads each
+            # Layers are assumed to be equal; --all-layers reads each.
             count = len(checkpoint.moe_layers)
             other = other_bytes(checkpoint, count * stored) // (1 if parallel is None else parallel.tp_size)
         fit = fit_of(report.device, [memory], other=other, count=count)
@@ -100,9 +110,9 @@ def _explain(args: argparse.Namespace) -> Explained:
 
 
 def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:
-    """The report of the class that is taken, else of the first, and the memory of what it chose.
+    """Return the report of the chosen class, else of the first one, and its memory.
 
-    A rank may get the tokens of all batches.
+    A rank may receive the tokens of all batches.
     """
     from moe_core.selection.memory import layer_memory
 

@@ -1,7 +1,7 @@
-"""moe quickstart: writes a small checkpoint, loads it, explains the selection, runs it, compares it.
+"""``moe quickstart``: write a small checkpoint, load it, explain, run and check it.
 
-The checkpoint has the real format of the scheme's models, with random weights.  The result is compared with a float64
-reference of the same weights; exit code 1 where it is outside the derived tolerance.
+The checkpoint has the real format of the scheme's models, with random weights. The result is compared with a float64
+reference of the same weights. The exit code is 1 if it is outside the derived tolerance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     import torch
 
     from moe_core.checkpoint import Checkpoint, read_layer
@@ -60,7 +67,7 @@ def _scheme(name: str | None) -> SchemeSpec:
     plugins = registry()
     if name is not None:
         return plugins.scheme(name)
-    # the schemes of this project first, in their own order
+    # Schemes of this project come first, in their own order.
     order = [*KNOWN_SCHEMES, *(name for name in plugins.scheme_names() if name not in KNOWN_SCHEMES)]
     for scheme in sorted(plugins.schemes(), key=lambda scheme: order.index(scheme.name)):
         if scheme.quickstart is not None:
@@ -108,7 +115,7 @@ def _compare(checkpoint: Checkpoint, source: LayerSource, device: torch.device, 
         result: Tensor = layer(there, topk_weights=topk_weights, topk_ids=topk_ids)
         return result.cpu()
 
-    once()  # compiles what is compiled on first use
+    once()  # The first call compiles kernels.
     start = time.perf_counter()
     output = once()
     seconds_run = seconds_since(start)

@@ -1,8 +1,9 @@
-"""moe run: one MoE layer of a checkpoint folder on given or random tokens.
+"""``moe run``: run one MoE layer of a checkpoint folder on given or random tokens.
 
-The output is the routed experts' weighted sum [M, K], without shared experts.  --input is a safetensors file with
-hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integers) and topk_weights [M, k]; where both
-are given, the top-k pair wins.  --output receives output [M, K] as float32, computed in --dtype.
+The output is the routed experts' weighted sum ``[M, K]``, without shared experts. --input is a safetensors file with
+hidden_states ``[M, K]`` and either router_logits ``[M, E]`` or topk_ids ``[M, k]`` (integers) and topk_weights ``[M,
+k]``. If both are given, the top-k tensors take precedence. --output receives output ``[M, K]`` as float32, computed in
+--dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     with ranks_of(args) as ranks:
         return _run(args, ranks)
 
@@ -46,7 +54,7 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     if args.output is not None:
         check_writable(args.output)
         check_spares(args.output, args.path, args.input)
-    # everything about the tokens is checked before gigabytes of weights are read
+    # Check everything about the tokens before gigabytes of weights are read.
     tokens = _tokens(args, source)
     several: dict[str, Any] = {}
     over_ranks, cut = None, None
@@ -120,7 +128,7 @@ def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
 def _apply(
     layer: FusedMoELayer, tokens: LayerInput, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
 ) -> tuple[Tensor, float]:
-    """(the output for all tokens, on the CPU, and the seconds of the call)."""
+    """Return the output for all tokens, on the CPU, and the seconds of the call."""
     import torch
 
     mine = slice(None) if ranks is None else ranks.share(tokens.hidden_states.shape[0])
@@ -133,7 +141,7 @@ def _apply(
         logits, weights, ids = moved(tokens.router_logits), moved(tokens.topk_weights), moved(tokens.topk_ids)
         start = time.perf_counter()
         output: Tensor = layer(x, router_logits=logits, topk_weights=weights, topk_ids=ids)
-        # the copy waits for the device
+        # The copy waits for the device.
         result = output.float().cpu()
         seconds = seconds_since(start)
         return (result if ranks is None else ranks.gathered(result, shared_out=layer.kernel.shares_out)), seconds
@@ -147,9 +155,9 @@ def _check(
     output: Tensor,
     cut: ColumnCut | None,
 ) -> Check:
-    """The output beside the reference, made of the weights of those experts that have tokens.
+    """Compare the output with the reference of the experts that have tokens.
 
-    ``cut``: how ranks share the columns; None where there is one.
+    ``cut`` is the column split between ranks, or None for a single rank.
     """
     import torch
 
@@ -211,7 +219,7 @@ def _summary(
 
 
 def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
-    """What a reader of the result must know, and nothing in the input says."""
+    """Return notes that a reader of the result needs and the input does not state."""
     notes = [] if source.assumed is None else [source.assumed]
     if tokens.origin == "random":
         notes.append(

@@ -1,4 +1,7 @@
-"""moe tune: launch configurations of a checkpoint's layers, or of one described, timed on this machine's GPU."""
+"""``moe tune``: time launch configurations of layers on this machine's GPU.
+
+The layers come from a checkpoint, or a layer is described by options.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,20 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     import torch
 
     counts = token_counts(args.tokens)
     device, gpu = _gpu(args.device)
     path = _path(args, gpu)
-    # a file that is not replaced is refused before anything is measured
+    # Refuse a file that cannot be replaced before anything is measured.
     _, note = _profile(path, gpu)
     layers = [(layer, _selection(layer, gpu, args.backend)) for layer in kinds_of_layers(args, device)]
     found: list[tuple[Layer, Selection, TunedLayer, dict[int, Plan]]] = []
@@ -42,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         with torch.inference_mode(), progress(f"{layer.what}: loading the weights") as tell:
             tuned, defaults = _tuned(layer, selection, device, counts, args.budget, tell)
         found.append((layer, selection, tuned, defaults))
-        # after each: what follows may be interrupted
+        # Save after each layer, since the next one may be interrupted.
         _add(path, gpu, [tuned for _, _, tuned, _ in found])
     data = {
         "file": str(path),
@@ -88,7 +98,7 @@ def _gpu(name: str | None) -> tuple[torch.device, DeviceInfo]:
 
 
 def _path(args: argparse.Namespace, gpu: DeviceInfo) -> Path:
-    """Where the profile goes; a folder of the user's own is made."""
+    """Return the path of the profile; the user's own folder is created."""
     from moe_core.kernels.tuning.places import user_path
 
     own = user_path(gpu.name) if args.output is None else None
@@ -104,7 +114,7 @@ def _path(args: argparse.Namespace, gpu: DeviceInfo) -> Path:
 
 
 def _profile(path: Path, gpu: DeviceInfo) -> tuple[TuningProfile, str]:
-    """(the profile whose other layers are kept, what there is to say of it)."""
+    """Return (the profile whose other layers are kept, a note about it)."""
     from moe_core.kernels.tuning.profile import TuningProfile
 
     empty = TuningProfile.of_this_machine(gpu)
@@ -123,7 +133,7 @@ def _profile(path: Path, gpu: DeviceInfo) -> tuple[TuningProfile, str]:
 
 
 def _add(path: Path, gpu: DeviceInfo, layers: Sequence[TunedLayer]) -> None:
-    """Put ``layers`` into the profile, which another run may have added some to since it was read."""
+    """Add ``layers`` to the profile; another run may have added layers since it was read."""
     with locked(path):
         profile, _ = _profile(path, gpu)
         for layer in layers:
@@ -162,7 +172,17 @@ def _selection(layer: Layer, gpu: DeviceInfo, backend: str) -> Selection:
 def rig_of(
     layer: Layer, selection: Selection, device: torch.device, most: int
 ) -> contextlib.AbstractContextManager[Rig]:
-    """What times a layer on ``device``, with up to ``most`` tokens."""
+    """Make the rig that times a layer.
+
+    Args:
+        layer: The layer.
+        selection: Selected backend.
+        device: The GPU.
+        most: Largest number of tokens.
+
+    Returns:
+        Context manager of the rig.
+    """
     from moe_core.cli._tuning_rig import LayerOnGpu
 
     return LayerOnGpu(layer, selection, device, most)
@@ -171,7 +191,7 @@ def rig_of(
 def _tuned(
     layer: Layer, selection: Selection, device: torch.device, counts: list[int], budget: float, tell: Any
 ) -> tuple[TunedLayer, dict[int, Plan]]:
-    """What was found for ``layer``, and the built-in plans."""
+    """Return the result for ``layer`` and the built-in plans."""
     from moe_core.kernels.tuning.choice import name_of
     from moe_core.kernels.tuning.profile import TunedLayer
     from moe_core.kernels.tuning.search import search
@@ -190,7 +210,15 @@ def _tuned(
 
 
 def changes(default: Plan, plan: Plan) -> list[str]:
-    """What of the built-in plan another one changes: "gemm1.num_stages 4 -> 3"."""
+    """List the changes from the built-in plan, such as "gemm1.num_stages 4 -> 3".
+
+    Args:
+        default: The built-in plan.
+        plan: The other plan.
+
+    Returns:
+        The changes.
+    """
     if type(plan) is not type(default):
         return [f"{type(default).__name__} -> {type(plan).__name__}"]
     found = []

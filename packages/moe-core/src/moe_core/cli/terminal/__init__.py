@@ -1,1 +1,1 @@
-"""The process and its terminal: streams, and how signals end it.  Below the commands, which print through it."""
+"""The process and its terminal: streams and signal handling. Commands print through it."""

@@ -1,4 +1,4 @@
-"""stdout and stderr as they are: closed, full, in ASCII, read by somebody who has left."""
+"""Robust output to stdout and stderr that are closed, full, ASCII-only or no longer read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-#: characters of our own, where a terminal has no such letters
+#: ASCII replacements of characters that this package prints
 _PLAIN = {"µ": "u", "×": "x", "…": "...", "–": "-", "−": "-", "—": "-", "±": "+-", "→": "->", "≤": "<=", "≥": ">="}
 
-#: longer lines are somebody's mistake: a tensor's name, an argument of a million digits
+#: Longer lines are a mistake: a tensor's name, or an argument of a million digits.
 LONGEST_LINE = 1000
-#: characters of a progress bar
+#: width of a progress bar in characters
 BAR = 24
 
 
 def prepare() -> None:
-    """Make stdout and stderr print what they can't encode as something that they can."""
+    """Make stdout and stderr replace characters that they cannot encode."""
     codecs.register_error("moe_plain", _encode_plain)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -37,7 +37,14 @@ def _encode_plain(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def printable(text: str) -> str:
-    """``text`` with escapes in place of characters that a terminal might take as a command."""
+    """Escape characters that a terminal might interpret as a command.
+
+    Args:
+        text: Any text; newlines are kept.
+
+    Returns:
+        The printable text.
+    """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -49,7 +56,16 @@ def _shortened(line: str) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print to stdout, all of it at once.  BrokenPipeError: the reader has left; OSError: it can't be written."""
+    """Print to stdout and flush.
+
+    Args:
+        text: The text.
+        stream: Another stream to print to.
+
+    Raises:
+        BrokenPipeError: The reader has closed the stream.
+        OSError: The stream cannot be written.
+    """
     out = stream or sys.stdout
     if out is None:
         raise OSError(errno.EBADF, "closed", "stdout")
@@ -63,27 +79,32 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def complain(text: str) -> None:
-    """Print an error to stderr, if there is one; long lines are cut."""
+    """Print an error to stderr, if there is one; long lines are shortened.
+
+    Args:
+        text: The message.
+    """
     if sys.stderr is None:
         return
     try:
         print("\n".join(map(_shortened, text.split("\n"))), file=sys.stderr, flush=True)
     except OSError:
-        # nobody is left to tell
+        # There is nobody left to tell.
         _to_nowhere(sys.stderr)
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str, float | None], None]]:
-    """Show a line on stderr while something lasts, if stderr is a terminal.
+    """Show a line on stderr during an operation, if stderr is a terminal.
 
     Args:
-        what: What goes on.
+        what: Name of the operation.
 
     Yields:
-        A function that replaces the line: its text, and the part that is done (0 to 1, shown as a bar) or None.
+        A function that replaces the line. It takes the text, and the completed fraction (0 to 1, shown as a bar) or
+        None.
     """
-    # torchrun's processes share a terminal: the first one says what goes on
+    # Processes of torchrun share a terminal; only the first one shows progress.
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield lambda text, part: None
         return
@@ -91,7 +112,7 @@ def progress(what: str) -> Iterator[Callable[[str, float | None], None]]:
     def tell(text: str, part: float | None) -> None:
         done = round(BAR * min(max(part or 0.0, 0.0), 1.0))
         bar = "" if part is None else f"[{'#' * done}{'.' * (BAR - done)}] "
-        # what does not fit in a line could not be wiped away
+        # A line that wraps could not be erased.
         line = f"{bar}{printable(text)} …"[: shutil.get_terminal_size().columns - 1]
         print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
 
@@ -103,14 +124,14 @@ def progress(what: str) -> Iterator[Callable[[str, float | None], None]]:
 
 
 def abandon_stdout() -> None:
-    """Let what is left in stdout's buffer go nowhere: it must not raise when the process ends."""
+    """Discard the contents of stdout's buffer, which must not raise when the process ends."""
     _to_nowhere(sys.stdout)
 
 
 def _to_nowhere(stream: TextIO) -> None:
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # no file of the system's
+    except (OSError, ValueError):  # The stream is not a file of the system.
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)

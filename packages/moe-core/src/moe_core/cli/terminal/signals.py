@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM end a command with one line and the conventional exit code, whenever they come."""
+"""Signal handling: one line and the conventional exit code at any time.
+
+The signals are Ctrl-C, SIGTERM and SIGHUP.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-#: what is said, by number
+#: message by signal number
 NAMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if hasattr(signal, "SIGHUP"):
     NAMES[signal.SIGHUP] = "the terminal has gone"
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal other than Ctrl-C: whatever cleans up after Ctrl-C does so here."""
+    """A signal other than Ctrl-C; code that cleans up after Ctrl-C handles it too."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -24,15 +27,23 @@ class Terminated(KeyboardInterrupt):
 
 
 def number_of(interrupt: KeyboardInterrupt) -> int:
-    """The signal behind an interrupt."""
+    """Return the signal behind an interrupt.
+
+    Args:
+        interrupt: The exception.
+
+    Returns:
+        The number of the signal.
+    """
     return interrupt.number if isinstance(interrupt, Terminated) else signal.SIGINT
 
 
 class Ending:
     """How a signal ends the process.
 
-    While torch is imported, at once: there is nothing to clean up, and an exception out of a half-imported library may
-    end in its handlers.  Then by an exception, so that temporary files are removed; a second signal does not wait.
+    While torch is imported, the process ends at once: there is nothing to clean up, and exception handlers of a
+    half-imported library could swallow an exception. Afterwards a signal raises an exception, so that temporary files
+    are removed. A second signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -40,11 +51,16 @@ class Ending:
         self.received: int | None = None
 
     def imported(self) -> None:
-        """From here on a signal raises."""
+        """Make signals raise from now on."""
         self.raising = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of every signal."""
+        """Handle a signal.
+
+        Args:
+            number: Number of the signal.
+            frame: Interrupted frame; not used.
+        """
         if not self.raising or self.received is not None:
             with contextlib.suppress(OSError):
                 os.write(2, f"moe: {NAMES[number]}\n".encode())
@@ -53,18 +69,25 @@ class Ending:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
     def exit_code(self, code: int) -> int:
-        """``code``, unless a signal came that some code on the way took for an error of its own."""
+        """Return the exit code, unless code on the way mistook a signal for its own error.
+
+        Args:
+            code: Exit code of the command.
+
+        Returns:
+            ``code``, or 128 plus the number of the signal.
+        """
         return code if self.received is None else 128 + self.received
 
 
 @contextlib.contextmanager
 def ending_quietly() -> Iterator[Ending]:
-    """Handlers for the signals that ask a process to end, as long as the context lasts; those ignored stay ignored."""
+    """Handle termination signals within the context; ignored signals stay ignored."""
     ending = Ending()
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in NAMES}
-    # None: a handler that Python did not install
+    # A None handler was not installed by Python.
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for number in before:
         signal.signal(number, ending.handle)

@@ -1,1 +1,1 @@
-"""Device functions that kernels share: casts, values in registers, activations, waiting, prefetching."""
+"""Device functions shared by kernels: casts, registers, activations, waits, prefetch."""

@@ -1,4 +1,4 @@
-"""What happens to a finished tile in registers: the activation, in float32.
+"""Activation functions on tiles in registers, in float32.
 
 The formulas are those of `moe_core.spec.activation`; KIND is the value of a `MoEActivation`.
 """
@@ -18,7 +18,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _tanh(x):
-    # near 0 the difference would cancel: there an odd polynomial, the minimax fit of degree 9 (relative error 4e-8)
+    # an odd polynomial near 0, where the difference would cancel: the minimax fit of degree 9 (relative error 4e-8)
     square = x * x
     terms = -0.33332947 + square * (0.13320725 + square * (-0.052671812 + square * 0.016437581))
     return tl.where(tl.abs(x) < 0.55, x + x * square * terms, 2.0 * _sigmoid(2.0 * x) - 1.0)
@@ -40,7 +40,7 @@ def _plain(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, alpha, beta, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
-    """Gate and up to the activation's value."""
+    """Apply a gated activation to gate and up."""
     if KIND == "swiglustep":
         value = _plain(gate, "silu")
         if HAS_LIMIT:
@@ -63,7 +63,7 @@ def activate_gated(gate, up, alpha, beta, limit, KIND: tl.constexpr, HAS_LIMIT: 
 
 @triton.jit
 def activate_plain(x, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
-    """A value without gate; KIND without its suffix `_no_mul`."""
+    """Apply an activation without a gate; KIND omits the suffix `_no_mul`."""
     if HAS_LIMIT:
         x = at_most(x, limit)
     return _plain(x, KIND)
@@ -71,7 +71,10 @@ def activate_plain(x, limit, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
 
 @triton.jit
 def activate(x, up, epilogue):
-    """`activate_gated` of the gate `x` and of `up`, or `activate_plain` of `x`, as an `Epilogue` says."""
+    """Apply the activation of an `Epilogue` to `x`, and to `up` if it is gated.
+
+    This is `activate_gated` with gate `x`, or `activate_plain`.
+    """
     HAS_LIMIT: tl.constexpr = epilogue.limit is not None
     limit = epilogue.limit if HAS_LIMIT else 0.0
     if epilogue.gated:

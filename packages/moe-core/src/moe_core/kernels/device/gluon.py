@@ -1,4 +1,4 @@
-"""Names of Gluon that differ among versions of Triton: those of 3.6, where newer ones are missing."""
+"""Gluon names that differ between Triton versions, with those of 3.6 as a fallback."""
 
 from __future__ import annotations
 

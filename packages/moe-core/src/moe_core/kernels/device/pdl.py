@@ -1,4 +1,7 @@
-"""Programmatic dependent launch: a kernel's first programs start while the launch before it ends."""
+"""Programmatic dependent launch (PDL).
+
+The first programs of a kernel start while the previous launch ends.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def begin_pdl(PDL: tl.constexpr):
-    """Wait until the launch before has written its results, then let the next launch start its programs.
+    """Wait for the results of the previous launch, then allow the next launch to start.
 
-    What a kernel does before this must not depend on the launch before it.  Without PDL nothing.
+    Work before this call must not depend on the previous launch. Without PDL it does nothing.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -19,10 +22,11 @@ def begin_pdl(PDL: tl.constexpr):
 
 @triton.jit
 def wait_at_first(PDL: tl.constexpr):
-    """For programs that end before they have waited: the first of all waits all the same.
+    """Let program 0 wait, for programs that exit before they have waited.
 
-    A launch of which no program waits may end before the launch before it, and the next one waits for this one only.
-    That one may also start, and read what is older than this launch, as soon as all programs here have ended or let it.
+    A launch in which no program waits may end before the previous launch, and the next launch waits for this one only.
+    The next launch may also start, and read data older than this launch, once all programs here have exited or allow
+    it.
     """
     if PDL and tl.program_id(0) == 0:
         tl.extra.cuda.gdc_wait()

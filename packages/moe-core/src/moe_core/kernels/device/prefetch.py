@@ -1,4 +1,4 @@
-"""Requests for bytes that are loaded later: into L2, where loads take a third of the time."""
+"""Prefetch into L2, from where loads take a third of the time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moe_core.kernels.device.casts import INTERPRET
 
 @triton.jit
 def prefetch_l2(pointers, inside):
-    """Ask for the sector of each of `pointers` where `inside` (of that shape, or a scalar) is not 0.
+    """Prefetch the sector of each of `pointers` where `inside` is not 0.
 
-    CUDA only: elsewhere nothing.
+    `inside` has the shape of `pointers`, or is a scalar. CUDA only; does nothing elsewhere.
     """
     if not INTERPRET and tl.target_info.is_cuda():
         tl.inline_asm_elementwise(

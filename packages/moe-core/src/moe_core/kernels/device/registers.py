@@ -1,4 +1,4 @@
-"""Numbers that share a register, and tensors that are split and joined in the registers that they have."""
+"""Packed numbers in registers, and layout-preserving splits and joins of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def word_pointers(pointers):
-    """`pointers` to 16-bit scales as pointers to the int32 words of two; others as they are."""
+    """Cast `pointers` to 16-bit scales to int32 words of two scales; leave others unchanged."""
     if pointers.dtype.element_ty.primitive_bitwidth == 16:
         return pointers.to(tl.pointer_type(tl.int32))
     else:
@@ -17,9 +17,9 @@ def word_pointers(pointers):
 
 @triton.jit
 def both_halves(words, dtype: tl.constexpr):
-    """float32 of the two `dtype` numbers in each int32."""
+    """Return the two `dtype` numbers in each int32 as float32."""
     if dtype == tl.bfloat16:
-        # by as few operations as there are: their number decides where layouts change
+        # as few operations as possible: their number influences where Triton converts layouts
         return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
     else:
         return half_of(words, 0, dtype), half_of(words, 1, dtype)
@@ -27,7 +27,10 @@ def both_halves(words, dtype: tl.constexpr):
 
 @triton.jit
 def half_of(words, place, dtype: tl.constexpr):
-    """float32 of the `dtype` number in the lower half of int32 `words`, or in the upper one where `place` is 1."""
+    """Return one 16-bit half of int32 `words`, of type `dtype`, as float32.
+
+    `place` 0 is the lower half, 1 the upper half.
+    """
     if dtype == tl.bfloat16:
         return ((words << (16 - 16 * place)) & -65536).to(tl.float32, bitcast=True)
     else:
@@ -37,16 +40,16 @@ def half_of(words, place, dtype: tl.constexpr):
 
 @triton.jit
 def unpack(words, BITS: tl.constexpr):
-    """[N, W, 32 / BITS] of the codes in int32 words [N, W], low bits first."""
+    """Unpack int32 words [N, W] to codes [N, W, 32 / BITS], low bits first."""
     shifts = BITS * tl.arange(0, 32 // BITS)
     return (words[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
 
 
 @triton.jit
 def join_last(values):
-    """One, two or four tensors along a new last dimension.
+    """Join one, two or four tensors along a new last dimension.
 
-    What is joined and reshaped rather than indexed keeps its threads and registers.
+    Joining and reshaping, unlike indexing, keeps elements in their threads and registers.
     """
     if len(values) == 1:
         return tl.expand_dims(values[0], -1)
@@ -59,7 +62,7 @@ def join_last(values):
 
 @triton.jit
 def split_last(x):
-    """The parts of a last dimension of 1, 2 or 4: the inverse of `join_last`."""
+    """Split a last dimension of 1, 2 or 4: the inverse of `join_last`."""
     if x.shape[-1] == 1:
         return (x.reshape(x.shape[:-1]),)
     elif x.shape[-1] == 2:

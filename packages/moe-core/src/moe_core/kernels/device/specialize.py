@@ -1,7 +1,8 @@
-"""Device functions that differ in a constant, or in a function that they call, are written once.
+"""Specialize one device function for several constants or callees.
 
-The tile kernel gets functions, which take what the kernel gives them and no constants of their own.  Such a function
-reads its constants, and what it calls, as names of its module; `specialize` makes copies with other values of them:
+The tile kernel takes functions as arguments and calls them with a fixed signature, without function-specific constants.
+Such a function reads its constants and its callees as names of its module. `specialize` makes copies with other values
+of these names:
 
     BITS = tl.constexpr(4)
 
@@ -24,23 +25,32 @@ from moe_core.kernels.device.casts import INTERPRET
 
 
 def specialize(function: Any, **values: Any) -> Any:
-    """A copy of a `@triton.jit` function in which names of its module stand for other ``values``.
+    """Copy a `@triton.jit` function, replacing names of its module by other ``values``.
 
-    Numbers, texts and None become constants; a `@triton.jit` function takes the place of another.  Only ``function``
-    itself reads them, not what it calls.  Made once, where a module is imported: Triton compiles for each copy.
-    Raises ConfigError for a name that ``function`` does not read.
+    Numbers, strings and None become constants; a `@triton.jit` function replaces another. Only ``function`` itself sees
+    the values, not its callees. Call this once, at import time: Triton compiles separately for each copy.
+
+    Args:
+        function: A `@triton.jit` function.
+        **values: New values of names that ``function`` reads.
+
+    Returns:
+        The specialized `@triton.jit` function.
+
+    Raises:
+        ConfigError: If ``function`` does not read one of the names.
     """
     fn = function.fn
     read = set(fn.__code__.co_names) & set(fn.__globals__)
     if not read >= set(values):
         unknown, known = ", ".join(sorted(set(values) - read)), ", ".join(sorted(read))
         raise ConfigError(f"{fn.__qualname__} reads no {unknown} of its module, expected some of {known}")
-    # in the interpreter, what a constant multiplies would become a constant
+    # in the interpreter, the product with a constant would become a constant
     functions = {name: value for name, value in values.items() if INTERPRET or hasattr(value, "fn")}
     constants = {name: tl.constexpr(value) for name, value in values.items() if name not in functions}
     copy = FunctionType(fn.__code__, fn.__globals__ | functions | constants, fn.__name__, fn.__defaults__)
     copy.__annotations__, copy.__doc__, copy.__module__ = fn.__annotations__, fn.__doc__, fn.__module__
-    # the name by which Triton tells the functions of a kernel apart
+    # Triton distinguishes the functions of a kernel by this name
     said = (value.fn.__qualname__ if hasattr(value, "fn") else str(value) for value in values.values())
     copy.__qualname__ = "_".join((fn.__qualname__, *said)).replace("-", "m")
     made = triton.jit(copy)

@@ -1,9 +1,9 @@
-"""Running sums of products whose left operand is made in registers.
+"""Synchronization for accumulators of products whose left operand is in registers.
 
-`wgmma` goes on reading registers after it was started.  Triton (3.6, 3.9) leaves a step's products in flight into the
-next step where nothing but the next product uses their sum, and does not keep their registers: the next step's numbers
-are written over numbers that are still to be read.  With 128 columns the results are wrong, with fewer it depends on
-who is faster.  A use of the sum makes Triton wait at the end of the step.
+`wgmma` reads registers asynchronously after it was issued. If only the next product uses the sum, Triton (3.6, 3.9)
+leaves the products of a step in flight into the next step, but does not reserve their registers. The next step then
+overwrites operands that are still to be read. With 128 columns the results are wrong; with fewer columns it is a race.
+A use of the sum makes Triton wait at the end of the step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moe_core.kernels.device.casts import INTERPRET
 
 @triton.jit
 def wait_for_mma(acc):
-    """`acc`, float32 or int32, once no product reads or writes registers any more."""
+    """Return `acc`, float32 or int32, once no MMA reads or writes registers any more."""
     if INTERPRET:
         return acc
     elif tl.target_info.cuda_capability_geq(9) and not tl.target_info.cuda_capability_geq(10):
-        # nothing, which Triton cannot know
+        # an empty instruction, which Triton must treat as a use of the sum
         if acc.dtype == tl.int32:
             return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.int32, is_pure=True, pack=1)
         else:

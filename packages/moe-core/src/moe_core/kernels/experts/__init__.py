@@ -1,8 +1,11 @@
-"""Bases of experts that run through the fused layer of `moe_core.kernels.gemm`: claims and `convert` are the schemes'.
+"""Base classes of experts that use the fused layer; schemes add claims and `convert`.
 
-    grouped      what all of them share: plans, scratch memory, the fused layer of some weights, `apply`
+The fused layer is in `moe_core.kernels.gemm`.
+
+    grouped      common base: plans, workspaces, the fused layer of some weights, `apply`
+    scaled_gemv  8-bit weights and activations; small M without a sort
     scaled_mm    8-bit weights and activations with scales of rows, columns or tensors
-    marlin       16-bit activations, weights repacked at load and dequantised in registers; 4- and 8-bit integers
+    marlin       16-bit activations, weights repacked at load and dequantized in registers; 4- and 8-bit integers
 
-Importing this package imports no Triton.
+Importing this package does not import Triton.
 """

@@ -1,7 +1,7 @@
-"""What the experts of all schemes share that run through the fused layer of `moe_core.kernels.gemm.fused`.
+"""Common base of all experts that use the fused layer of `moe_core.kernels.gemm.fused`.
 
-A subclass adds claims, `convert`, its weights, its activation scheme and its launch heuristics.  Importing this imports
-no Triton.
+A subclass adds claims, `convert`, its weights, its activation scheme and its launch heuristics. Importing this module
+does not import Triton.
 """
 
 from __future__ import annotations
@@ -36,23 +36,33 @@ if TYPE_CHECKING:
     from moe_core.kernels.gemm.tiles.launch import GemmWeight
 
 
-#: columns of a step of the k loop at most
+#: largest number of columns per step of the k loop
 WHOLE_COLUMNS = 128
-#: most pairs of an adapter and a local expert: a program that sorts by them counts all in registers
+#: largest number of (adapter, local expert) pairs: a program that sorts by them counts them all in registers
 MOST_LORA_GROUPS = 8192
 
 
 class GroupedExperts(FusedMoEExpertsModular):
-    """Standard and batched format; weights with ``w1_scale`` and ``w2_scale``."""
+    """Experts of the fused layer, in the standard and the batched format.
+
+    The weights have ``w1_scale`` and ``w2_scale``.
+
+    Attributes:
+        family: Family whose launch heuristics choose the plans.
+        accepted_spills: Accepted register spills in bytes per thread, for any target: for sizes that are multiples of
+            16, and for others.
+        accepted_lora_spills: Accepted register spills with LoRA, if larger.
+        tuned: Measured launch configurations, which take precedence over the heuristics.
+    """
 
     launches_only = True
-    #: whose launch heuristics choose its plans
+    #: family whose launch heuristics choose the plans
     family: ClassVar[Family]
-    #: bytes per thread that its kernels may spill for any target: of sizes that are multiples of 16, and of others
+    #: accepted spills in bytes per thread, for any target: for sizes that are multiples of 16, and for others
     accepted_spills: ClassVar[tuple[int, int]] = (0, 0)
-    #: those with LoRA, where they are more: deltas stand beside the sums in the epilogue
+    #: accepted spills with LoRA, if larger: the epilogue holds LoRA deltas next to the sums
     accepted_lora_spills: ClassVar[int] = 0
-    #: measured launch configurations, which go before the heuristics' (:mod:`moe_core.kernels.tuning`)
+    #: measured launch configurations, which take precedence over the heuristics (:mod:`moe_core.kernels.tuning`)
     tuned: Tuned | None = None
 
     @classmethod
@@ -71,36 +81,54 @@ class GroupedExperts(FusedMoEExpertsModular):
 
     @abstractmethod
     def activation_scheme(self, weights: KernelWeights | None) -> ActivationScheme:
-        """How x and h become operands; without ``weights`` only its scratch memory is asked for."""
+        """Return how x and h become GEMM operands.
+
+        Args:
+            weights: Weights of the layer; None if only the workspaces are needed.
+
+        Returns:
+            The scheme.
+        """
 
     @abstractmethod
     def gemm_weight(self, name: str, weights: KernelWeights) -> GemmWeight:
-        """What the kernels get of ``name``, "w13" or "w2"."""
+        """Return the kernel arguments of one weight.
+
+        Args:
+            name: "w13" or "w2".
+            weights: Weights of the layer.
+
+        Returns:
+            The weight as the kernels take it.
+        """
 
     @property
     def launch_key(self) -> Hashable | None:
-        # subclasses that keep more of a layer than this add it
+        # subclasses with further per-layer state add it
         return type(self), self.config, self.weight_key, self.activation_key, self.device_info, self.tuned
 
     @property
     def batched(self) -> bool:
+        """Whether the activations are in the batched format."""
         return self.activation_format is FusedMoEActivationFormat.BATCHED
 
     @property
     def takes_quantized(self) -> bool:
-        # kernels read whole blocks of columns, whose rest they would have filled with zeros
+        # kernels read whole blocks of columns; they pad partial blocks with zeros only when they quantize themselves
         return super().takes_quantized and not self.batched and self.config.hidden_size % WHOLE_COLUMNS == 0
 
     @property
     def supports_split_k(self) -> bool:
-        """Whether k loops may be split among programs: their parts have no place in the batched format, and how many
-        there are depends on the number of tokens.
+        """Whether k loops may be split among programs.
+
+        The batched format has no room for partial sums, and their number depends on the number of tokens, which batch
+        invariance forbids.
         """
         return not (self.batched or self.config.batch_invariant)
 
     @cached_property
     def problem(self) -> LayerProblem:
-        """What the launch heuristics know of the layer; subclasses add what is theirs."""
+        """The layer as the launch heuristics see it; subclasses add their properties."""
         config = self.config
         return LayerProblem(
             self.family,
@@ -120,9 +148,14 @@ class GroupedExperts(FusedMoEExpertsModular):
         )
 
     def plan(self, num_tokens: int, on_gpu: bool = True) -> TilePlan:
-        """Launch configurations for so many tokens, or rows T_max of each expert's buffer.
+        """Return the launch configurations for a number of tokens.
 
-        For Triton's interpreter without what it does not know.
+        Args:
+            num_tokens: Number of tokens, or rows T_max of each expert's buffer in the batched format.
+            on_gpu: False omits features that Triton's interpreter does not support.
+
+        Returns:
+            The plan.
         """
         measured = None if self.tuned is None else self.tuned.plan(TilePlan, num_tokens)
         plan = launch_plan(self.problem, num_tokens) if measured is None else measured
@@ -130,15 +163,30 @@ class GroupedExperts(FusedMoEExpertsModular):
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether the pairs of few tokens may be multiplied without being sorted, by :meth:`gemv_layer`."""
+        """Whether :meth:`gemv_layer` may compute the pairs of few tokens without a sort."""
         return False
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
-        """The same layer for few tokens, where it has one."""
+        """Return the same layer for small M.
+
+        Args:
+            weights: Weights of the layer.
+
+        Returns:
+            The layer, or None if there is none.
+        """
         return None
 
     def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
-        """Its launch configurations, where so many tokens are computed so."""
+        """Return the launch configurations of :meth:`gemv_layer`.
+
+        Args:
+            num_tokens: Number of tokens.
+            on_gpu: False omits features that Triton's interpreter does not support.
+
+        Returns:
+            The plan, or None if the number of tokens is not computed that way.
+        """
         if not self.takes_vectors:
             return None
         measured = None if self.tuned is None else self.tuned.at(num_tokens)
@@ -156,7 +204,18 @@ class GroupedExperts(FusedMoEExpertsModular):
         return self.activation_scheme(None).workspaces(CallShape(self.config, num_tokens), self.supports_split_k)
 
     def scales(self, name: str, weights: KernelWeights) -> tuple[Tensor, Tensor | None]:
-        """(scales, bias) of "w13" or "w2" in the quant config."""
+        """Return the scales and the bias of one weight.
+
+        Args:
+            name: "w13" or "w2".
+            weights: Weights of the layer.
+
+        Returns:
+            ``(scales, bias)`` from the quant config.
+
+        Raises:
+            TensorError: If the quant config has no scale.
+        """
         quant = weights.quant_config
         scale, bias = (quant.w1_scale, quant.w1_bias) if name == "w13" else (quant.w2_scale, quant.w2_bias)
         if scale is None:
@@ -164,7 +223,17 @@ class GroupedExperts(FusedMoEExpertsModular):
         return scale, bias
 
     def input_scales(self, weights: MoEWeights) -> tuple[Tensor | None, Tensor | None]:
-        """Of x and h [E]; float32, contiguous, where the activation key is static.  Raises TensorError without them."""
+        """Return the static scales of x and h.
+
+        Args:
+            weights: Canonical weights.
+
+        Returns:
+            Scales [E] each; float32 and contiguous if the activation key is static.
+
+        Raises:
+            TensorError: If the activation key is static and a scale is missing.
+        """
         scales = weights.w13_input_scale, weights.w2_input_scale
         if self.activation_key is None or not self.activation_key.is_static:
             return scales
@@ -174,28 +243,48 @@ class GroupedExperts(FusedMoEExpertsModular):
         return scales[0].float().contiguous(), scales[1].float().contiguous()
 
     def block_major(self, weights: MoEWeights, name: str) -> Tensor:
-        """Weights "w13" or "w2" of 8-bit elements, in the order in which kernels read them fastest.
+        """Return 8-bit weights in the layout that the kernels read fastest.
 
-        On sm_90 block-major, [E, K / 128, rows, 128]: what one request of the tensor memory accelerator asks for lies
-        together, which memory delivers 2 to 5 % faster than rows K bytes apart.  Elsewhere, where a row ends in a part
-        of a block, and where somebody else keeps the weights too (`MoEWeights.shared`), as they are.
+        On sm_90 this is block-major, [E, K / 128, rows, 128]: each TMA request reads contiguous memory, which is
+        2 to 5 % faster than rows K bytes apart. Weights stay as they are on other devices, if K is not a multiple of
+        the block, and if another owner keeps the weights too (`MoEWeights.shared`).
+
+        Args:
+            weights: Canonical weights.
+            name: "w13" or "w2".
+
+        Returns:
+            The converted or the original tensor.
         """
         tensor: Tensor = getattr(weights, name)
-        # kernels that read by pointers count the bytes of an expert in 32 bits
+        # kernels that read through pointers use 32-bit offsets within an expert
         fits = tensor.shape[2] % WHOLE_COLUMNS == 0 and tensor.shape[1] * tensor.shape[2] < 2**31
         if self.device_info.capability != 90 or weights.shared or not fits:
             return tensor
         return layout.block_major(tensor, WHOLE_COLUMNS)
 
     def sizes(self, name: str) -> tuple[int, int]:
-        """(rows of one half, columns) of "w13" or "w2"."""
+        """Return the sizes of one weight.
+
+        Args:
+            name: "w13" or "w2".
+
+        Returns:
+            ``(rows, columns)``, with the rows of one half of w13.
+        """
         hidden, size = self.config.hidden_size, self.config.intermediate_size
         return (size, hidden) if name == "w13" else (hidden, size)
 
     def layers(self, weights: KernelWeights) -> tuple[FusedLayer, GemvLayer | None]:
-        """What the calls with ``weights`` share: the layer, and that for few tokens.
+        """Return what all calls with ``weights`` share: the fused layer, and the layer for small M.
 
-        Both hold views of the weights, so they are made by the first call, and anew where weights have moved.
+        Both hold views of the weights. They are created by the first call, and again if the weights have moved.
+
+        Args:
+            weights: Weights of the layer.
+
+        Returns:
+            ``(layer, gemv_layer)``; the second is None if there is none.
         """
         layers = self.__dict__.setdefault("_layers", WeakKeyDictionary())
         found = layers.get(weights)
@@ -212,9 +301,11 @@ class GroupedExperts(FusedMoEExpertsModular):
         return made
 
     def _tokens_alike(self, hidden_states: Tensor, expert_tokens: ExpertTokensMetadata | None) -> int:
-        """How many tokens, of which some have no expert here, give the local experts as many rows as the call does.
+        """Return the number of tokens of an equivalent call without remote experts.
 
-        No fewer than the call has: its scratch memory may be too small for a plan of fewer (split-K, vectors).
+        It would give the local experts as many rows as this call does. Some tokens of the call have no local expert.
+        The result is at least the number of tokens of the call: its workspace may be too small for a plan of fewer
+        tokens (split-K, vectors).
         """
         tokens, mean = hidden_states.shape[-2], None if expert_tokens is None or self.batched else expert_tokens.mean
         if mean is None:

@@ -1,4 +1,4 @@
-"""The base of experts whose weights are dequantised in registers.  Importing this imports no Triton."""
+"""Base of experts whose weights are dequantized in registers; imports no Triton."""
 
 from __future__ import annotations
 
@@ -28,21 +28,33 @@ if TYPE_CHECKING:
 
 
 class MarlinExperts(GroupedExperts):
-    """Subclasses add claims, `converted` and the device functions of their element type."""
+    """Experts with weights dequantized in registers.
+
+    Subclasses add claims, `converted` and the device functions of their element type.
+    """
 
     family = "mixed_input"
-    #: tile coordinates outside the k loop: 128 rows of activations leave no registers for them; masks of odd sizes;
-    #: the warp-specialised kernel's scales in groups of 32, eight of this step and eight of the next
+    #: spilled values: tile coordinates outside the k loop, for which 128 rows of activations leave no registers; masks
+    #: of odd sizes; scales in groups of 32 in the warp-specialized kernel, eight of this step and eight of the next
     accepted_spills = (224, 640)
 
     @property
     @abstractmethod
     def functions(self) -> Functions:
-        """The element type's device functions."""
+        """Device functions of the element type."""
 
     @abstractmethod
     def converted(self, name: str, weights: MoEWeights, scale: Tensor) -> Converted:
-        """``name``, w13 or w2, of canonical weights as the kernels read it; ``scale`` is its scale."""
+        """Convert one canonical weight to the layout of the kernels.
+
+        Args:
+            name: "w13" or "w2".
+            weights: Canonical weights.
+            scale: Scale of the weight.
+
+        Returns:
+            The converted weight.
+        """
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
         w13_scale, w2_scale = weights.weight_scales
@@ -77,7 +89,10 @@ class MarlinExperts(GroupedExperts):
         )
 
     def _activation_order(self, name: str, index: Tensor) -> str:
-        """How the columns of ``name``, w13 or w2, stand by their groups; ``index`` [E, columns] of them."""
+        """Describe how the columns of ``name``, w13 or w2, are ordered by group.
+
+        ``index`` is [E, columns].
+        """
         size, places = self.quantized_key.group_size, index.shape[1]
         order = "columns in an activation order (g_idx)"
         if places == self.sizes(name)[1]:
@@ -86,13 +101,21 @@ class MarlinExperts(GroupedExperts):
 
     @property
     def quantized_key(self) -> QuantKey:
-        """Of the weights.  Raises TensorError for 16-bit ones."""
+        """Quantization of the weights; raises TensorError for 16-bit weights."""
         if self.weight_key is None:
             raise TensorError("16-bit weights are not read here")
         return self.weight_key
 
     def matrix(self, name: str, weights: KernelWeights) -> MarlinMatrix:
-        """What the kernels get of ``name``, w13 or w2."""
+        """Return one weight as the kernels take it.
+
+        Args:
+            name: "w13" or "w2".
+            weights: Weights of the layer.
+
+        Returns:
+            The weight with its scales, bias and column order.
+        """
         from moe_core.kernels.gemm.marlin.weight import MarlinMatrix
         from moe_core.kernels.gemm.tiles.columns import CHUNK
 
@@ -101,7 +124,7 @@ class MarlinExperts(GroupedExperts):
         index, size = weights.extra.get(f"{name}_index"), key.group_size
         if index is not None:
             columns = index.shape[1]
-            # groups of other numbers of columns were filled up to smaller ones, whose scales are in no pairs
+            # groups of unequal sizes were padded to multiples of a smaller group size, whose scales are not paired
             size = size if scales.dim() == 4 or scales.shape[1] == -(-columns // size) else CHUNK
         return MarlinMatrix(
             getattr(weights, name),
@@ -119,16 +142,30 @@ class MarlinExperts(GroupedExperts):
         )
 
     def gemv_functions(self, matrix: MarlinMatrix) -> GemvFunctions | None:
-        """What one token's products take of the element type, or None where tensor cores are ahead."""
+        """Return the device functions of the element type for a single token.
+
+        Args:
+            matrix: The first weight.
+
+        Returns:
+            The functions, or None if tensor cores are faster.
+        """
         return None
 
     def word_functions(self, matrix: MarlinMatrix) -> WordFunctions | None:
-        """What the warp-specialised kernel takes of the element type, or None where it has none."""
+        """Return the device functions of the element type for the warp-specialized kernel.
+
+        Args:
+            matrix: The weight.
+
+        Returns:
+            The functions, or None if it has none.
+        """
         return None
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Of x and h as they are multiplied; quantised ones are numbers of bfloat16."""
+        """Dtype of x and h as GEMM operands; quantized activations are multiplied as bfloat16."""
         return self.config.dtype if self.activation_key is None else torch.bfloat16
 
     @property
@@ -138,27 +175,35 @@ class MarlinExperts(GroupedExperts):
 
     @property
     def has_static_scales(self) -> bool:
-        """Whether x and h are quantised by scales of their experts."""
+        """Whether x and h are quantized by static scales of their experts."""
         return self.activation_key is not None and self.activation_key.is_static
 
     @cached_property
     def problem(self) -> LayerProblem:
-        # activations that are gathered, or quantised by their experts' scales, are by pair, which the warp-specialised
-        # kernel does not write; batched rows lie by expert in any case
+        # activations that are gathered, or quantized by per-expert scales, are stored by pair, which the
+        # warp-specialized kernel cannot write; batched rows are grouped by expert in any case
         by_pair = (self.gathers_columns or self.has_static_scales) and not self.batched
         return replace(super().problem, dtype_bytes=self.operand_dtype.itemsize, permuted=by_pair)
 
     @property
     def takes_vectors(self) -> bool:
-        # adapters read x and h between the launches; rows of x that depend on the expert are by pair
+        # LoRA reads x and h between the launches; rows of x that depend on the expert are stored by pair
         if self.has_static_scales or self.batched or self.config.is_lora_enabled or self.operand_dtype.itemsize != 2:
             return False
-        # vectors' products are weighted, which is x weighted before it is quantised where its scale follows
+        # the router weight is applied to the products, which equals weighting x before it is quantized only if the
+        # scale is proportional to x
         key, on_input = self.activation_key, self.config.apply_router_weight_on_input
         return key is None or not on_input or key.scale.dtype is torch.float32
 
     def row_quantizer(self, weights: KernelWeights | None) -> RowQuantizer | None:
-        """How x and h are quantised; without ``weights`` only its scratch memory is asked for."""
+        """Return how x and h are quantized.
+
+        Args:
+            weights: Weights of the layer; None if only the workspaces are needed.
+
+        Returns:
+            The quantizer, or None for 16-bit activations.
+        """
         if self.activation_key is None:
             return None
         from moe_core.kernels.gemm.as_stored.qdq import qdq

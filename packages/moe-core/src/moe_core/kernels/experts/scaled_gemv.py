@@ -1,4 +1,7 @@
-"""Experts of 8-bit weights and activations whose few tokens need no sort.  Importing this imports no Triton."""
+"""Base of experts of 8-bit weights and activations that compute small M without a sort.
+
+Importing this module does not import Triton.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,36 @@ if TYPE_CHECKING:
 
 
 class ScaledGemvExperts(GroupedExperts):
-    """`moe_core.kernels.gemm.gemv.scaled` for few tokens; subclasses say how vectors are quantised."""
+    """Experts that use `moe_core.kernels.gemm.gemv.scaled` for small M.
+
+    Subclasses define how vectors are quantized.
+    """
 
     @property
     def takes_vectors(self) -> bool:
-        # adapters read x and h between the launches
+        # LoRA reads x and h between the launches
         return not self.batched and not self.config.is_lora_enabled
 
     def gemv_plan(self, num_tokens: int, on_gpu: bool = True) -> GemvPlan | None:
-        # Triton's interpreter does not know the kernel
+        # Triton's interpreter does not support the kernel
         return super().gemv_plan(num_tokens) if on_gpu else None
 
     def vector_groups(self) -> tuple[Any, int]:
-        """What quantises groups of so many columns of a vector; (None, 0): it has one scale."""
+        """Return the group quantizer of a vector and its group size.
+
+        The result is (None, 0) if a vector has one scale.
+        """
         return None, 0
 
     def vector_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
-        """Static scales of x and h [E], if they have such."""
+        """Return the static scales of x and h.
+
+        Args:
+            weights: Weights of the layer.
+
+        Returns:
+            Scales [E] each, or None if they are dynamic.
+        """
         return None, None
 
     def gemv_layer(self, weights: KernelWeights) -> GemvLayer | None:
@@ -54,7 +70,7 @@ class ScaledGemvExperts(GroupedExperts):
             return found
         shape = CallShape(self.config, min(num_tokens, MOST_SCALED))
         h = WorkspaceSpec("h", (shape.pairs, padded(self.config.intermediate_size)), shape.wide)
-        # of other calls it may be quantised where it is made
+        # other calls may quantize h in the epilogue that produces it, so the base class may declare no unquantized h
         others = tuple(spec for spec in found if spec.name != "h")
         rows = (spec.shape[0] for spec in found if spec.name == "h")
         return *others, replace(h, shape=(max(shape.pairs, *rows), h.shape[1]))

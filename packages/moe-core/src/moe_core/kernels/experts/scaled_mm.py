@@ -1,4 +1,4 @@
-"""The base of experts of 8-bit elements whose scales do not change along k.  Importing this imports no Triton."""
+"""Base of experts of 8-bit elements whose scales do not change along k; imports no Triton."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 
 
 class ScaledMMExperts(ScaledGemvExperts):
-    """8-bit elements whose scales do not change along k: `moe_core.kernels.gemm.fused.scaled_mm`."""
+    """Experts of 8-bit elements whose scales do not change along k.
+
+    See `moe_core.kernels.gemm.fused.scaled_mm`.
+    """
 
     family = "scaled_mm"
-    #: tile coordinates outside the k loop; rows that 16-byte copies cannot reach pass through registers
+    #: spilled values: tile coordinates outside the k loop; rows that are unaligned for 16-byte copies
     accepted_spills = (256, 256)
 
     @property
     def granularity(self) -> Granularity:
-        """Of the activations' scales, as the activation key has them."""
+        """Granularity of the activation scales, from the activation key."""
         key = self.activation_key
         if key is not None and key.is_static:
             return "static"
@@ -38,20 +41,27 @@ class ScaledMMExperts(ScaledGemvExperts):
     @property
     @abstractmethod
     def functions(self) -> ScaledMMFunctions:
-        """The element type's device functions."""
+        """Device functions of the element type."""
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the activations' scales in scratch memory."""
+        """Dtype of the activation scales in the workspace."""
         return torch.float32
 
     def static_scales(self, weights: KernelWeights) -> tuple[Tensor | None, Tensor | None]:
-        """Of x and h, [E] each."""
+        """Return the static scales of x and h.
+
+        Args:
+            weights: Weights of the layer.
+
+        Returns:
+            Scales [E] each.
+        """
         return weights.quant_config.a1_scale, weights.quant_config.a2_scale
 
     @property
     def takes_vectors(self) -> bool:
-        # a scale for all tokens spans what no program sees; static ones are for weighted hidden states
+        # no program sees all tokens, which a scale per tensor covers; static scales are for weighted hidden states
         own = self.granularity == "token" or not self.config.apply_router_weight_on_input
         return super().takes_vectors and self.granularity != "tensor" and own
 
@@ -59,7 +69,15 @@ class ScaledMMExperts(ScaledGemvExperts):
         return self.static_scales(weights) if self.granularity == "static" else (None, None)
 
     def extra_arguments(self, name: str, weights: KernelWeights) -> tuple[Any, ...]:
-        """What device functions of the scheme's own get of a weight besides."""
+        """Return additional arguments of the scheme's device functions for one weight.
+
+        Args:
+            name: "w13" or "w2".
+            weights: Weights of the layer.
+
+        Returns:
+            The arguments.
+        """
         return ()
 
     def activation_scheme(self, weights: KernelWeights | None) -> ScaledMMScheme:

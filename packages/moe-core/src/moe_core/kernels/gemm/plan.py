@@ -1,6 +1,7 @@
 """Launch configurations of one fused MoE call.
 
-No Triton here: plans are plain data, so that heuristics can be read, tested and swept without a GPU.
+This module does not import Triton. Plans are plain data, so that heuristics can be read, tested and swept without a
+GPU.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from dataclasses import dataclass, replace
 class TileConfig:
     """Launch configuration of the tile kernel for one of the two GEMMs.
 
-    - ``block_m`` x ``block_n``: the tile of the result that a program computes (of each half where gated)
-    - ``num_stages`` of the k loop's software pipeline; ``num_warps`` of a program
-    - ``group_m``: row tiles that are rasterised together, so that they share weights in L2
-    - ``swap_ab``: compute the transposed tile, weights first
-    - ``tma``: read weights through tensor-map descriptors
-    - ``split_k``: programs that share the k loop of a tile
-    - ``warp_specialised``: take the scheme's warp-specialised kernel where it has one that fits; elsewhere the other
-      values hold
-    - ``uniform``: products are scaled in the way that every tile height can, also where this one has a faster way
-    - ``short_tiles``: the warp-specialised kernel computes two column blocks at a time of tiles with at most 64 rows
-    - ``max_registers`` of a thread, where the compiler would take so many that one program less fits a multiprocessor;
-      0: as it likes
+    Attributes:
+        block_m: Rows of the output tile that one program computes.
+        block_n: Columns of the output tile (of each half if the GEMM is gated).
+        num_warps: Warps per program.
+        num_stages: Stages of the software pipeline over k.
+        group_m: Row tiles that are rasterized together, so that they share weights in L2.
+        swap_ab: Whether to compute the transposed tile, with the weights as the first operand.
+        tma: Whether to read weights through TMA descriptors.
+        split_k: Number of programs that share the k loop of a tile.
+        warp_specialised: Whether to use the scheme's warp-specialized kernel where one is applicable. Otherwise the
+            tile kernel runs with the remaining fields.
+        uniform: Whether to scale products in the way that every tile height supports, even if this height has a faster
+            way.
+        short_tiles: Whether the warp-specialized kernel computes tiles of at most 64 rows two column blocks at a time.
+        max_registers: Register limit per thread, set where the compiler's own choice costs one resident program per SM.
+            0 means no limit.
     """
 
     block_m: int
@@ -44,7 +49,10 @@ class TileConfig:
 class TilePlan:
     """Launch configurations of a layer's two GEMMs.
 
-    ``pdl``: programmatic dependent launch, with which launches overlap.
+    Attributes:
+        gemm1: Configuration of the first GEMM.
+        gemm2: Configuration of the second GEMM.
+        pdl: Whether launches overlap (programmatic dependent launch).
     """
 
     gemm1: TileConfig
@@ -57,10 +65,13 @@ class TilePlan:
         return max(self.gemm1.block_m, self.gemm2.block_m)
 
     def unsplit(self) -> TilePlan:
-        """The same without split-K, whose partial sums need room for every row that there could be."""
+        """Return this plan without split-K, whose partial sums need space for every possible row."""
         return TilePlan(replace(self.gemm1, split_k=1), replace(self.gemm2, split_k=1), self.pdl)
 
     def interpreted(self) -> TilePlan:
-        """The same for Triton's interpreter, which knows neither dependent launches nor warp specialisation."""
+        """Return this plan without the features that Triton's interpreter lacks.
+
+        These are dependent launches and warp specialization.
+        """
         gemm1, gemm2 = (replace(config, warp_specialised=False) for config in (self.gemm1, self.gemm2))
         return TilePlan(gemm1, gemm2)

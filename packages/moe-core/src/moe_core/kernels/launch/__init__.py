@@ -1,1 +1,1 @@
-"""Starting kernels: dispatch, recording and replay, compiling ahead or for a GPU that is not here."""
+"""Kernel launches: dispatch, recording, replay, ahead-of-time and cross-compilation."""

@@ -1,7 +1,7 @@
-"""Compile the kernels of recorded launches, several at a time, and load them onto the GPU.
+"""Compile the kernels of recorded launches in parallel, and load them onto the GPU.
 
-Triton holds Python's lock for the first of a compilation's stages alone, a sixth of the time: threads are enough, and
-unlike processes they need no memory of the GPU, nor anything that can be sent to them.
+Triton holds the GIL only in the first compilation stage, a sixth of the time, so threads suffice. Unlike processes
+they need no extra GPU memory, and nothing has to be pickled.
 """
 
 from __future__ import annotations
@@ -15,24 +15,40 @@ from typing import Any
 
 from moe_core.kernels.launch.launch import Launch
 
-#: told the number of kernels that are ready, and of all
+#: callback that receives the number of compiled kernels and the total
 Progress = Callable[[int, int], None]
 
 
 def compile_ahead(launches: Iterable[Launch], *, progress: Progress | None = None, threads: int | None = None) -> int:
-    """Compile what ``launches`` need on the current GPU, and load it; the number of different kernels.
+    """Compile the kernels of ``launches`` for the current GPU, and load them.
 
-    ``threads``: by default one for each core that this process may use.  What a kernel fails with is raised.
+    Args:
+        launches: Recorded launches.
+        progress: Callback for the number of compiled kernels and the total.
+        threads: Number of threads; by default one for each core that this process may use.
+
+    Returns:
+        Number of distinct kernels.
+
+    Raises:
+        Exception: Any exception of a compilation.
     """
     kernels = compile_in_threads(distinct(launches), progress=progress, threads=threads)
     for kernel in kernels:
-        # loading may wait for the GPU, which the capture of a graph does not allow
+        # loading may synchronize with the GPU, which is not allowed during graph capture
         kernel.run  # noqa: B018 - reading it loads the kernel
     return len(kernels)
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """One of each launch that has a compiled kernel of its own."""
+    """Remove launches that run the same compiled kernel as another one.
+
+    Args:
+        launches: Recorded launches.
+
+    Returns:
+        One launch per compiled kernel.
+    """
     return list({one.compiled_for(): one for one in launches}.values())
 
 
@@ -43,8 +59,18 @@ def compile_in_threads(
     threads: int | None = None,
     ignore_errors: bool = False,
 ) -> list[Any]:
-    """Triton's compiled kernel of each of ``launches``, not loaded; ``ignore_errors``: None where one fails."""
-    # Triton says by a context variable that it compiles in threads, and some versions leave it set after an error
+    """Compile the kernel of each launch without loading it.
+
+    Args:
+        launches: Recorded launches.
+        progress: Callback for the number of compiled kernels and the total.
+        threads: Number of threads; by default one for each core that this process may use.
+        ignore_errors: Return None for kernels that fail to compile, instead of raising.
+
+    Returns:
+        Triton's compiled kernel of each launch.
+    """
+    # Triton sets a context variable while it compiles in threads, and some versions leave it set after an error
     context = contextvars.Context()
     compiled: list[Any] = context.run(_compile, launches, progress, threads or _cores(), ignore_errors)
     return compiled
@@ -71,12 +97,12 @@ def _compile(launches: Sequence[Launch], progress: Progress | None, threads: int
             warm_up = functools.partial(one.kernel.warmup, *one.arguments.values(), grid=(1,), **one.options)
             kernels.append(attempt(warm_up))
             if pool.submitted == before:
-                pool.count()  # compiled before
+                pool.count()  # already compiled
     return [attempt(kernel.result) if hasattr(kernel, "result") else kernel for kernel in kernels]
 
 
 class _Counting(ThreadPoolExecutor):
-    """Tells ``progress`` of each kernel that is ready."""
+    """Thread pool that reports each compiled kernel to ``progress``."""
 
     def __init__(self, threads: int, total: int, progress: Progress | None) -> None:
         super().__init__(threads, thread_name_prefix="moe_core_compile")

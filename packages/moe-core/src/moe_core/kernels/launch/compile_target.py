@@ -1,4 +1,4 @@
-"""Compiling Triton kernels for a GPU that is not in this machine."""
+"""Cross-compile Triton kernels for a GPU that is not in this machine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,34 @@ from moe_core.spec.device import DeviceInfo
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture to compile for."""
+    """Architecture to compile for.
+
+    Attributes:
+        device: The device.
+    """
 
     device: DeviceInfo
 
     @staticmethod
     def parse(name: str) -> Target:
-        """``sm80`` … ``sm120``, ``gfx942``, ``gfx950``; raises ConfigError for what Triton does not compile for."""
+        """Parse the name of an architecture.
+
+        Args:
+            name: ``sm80`` … ``sm120``, ``gfx942`` or ``gfx950``.
+
+        Returns:
+            The target.
+
+        Raises:
+            ConfigError: If Triton does not compile for the architecture.
+        """
         device = DeviceInfo.parse(name)
         if device.kind not in ("cuda", "hip"):
             raise ConfigError(f"Triton kernels are compiled for NVIDIA and AMD GPUs, not for {name}")
         return Target(device)
 
     def gpu_target(self) -> Any:
-        """Triton's name of it."""
+        """Return Triton's ``GPUTarget``."""
         from triton.backends.compiler import GPUTarget
 
         if self.device.kind == "cuda":
@@ -37,7 +51,7 @@ class Target:
 
 
 class _Driver:
-    """Stands in for Triton's driver of a GPU: answers what compiling asks, and has no device."""
+    """Stand-in for Triton's GPU driver: answers the queries of the compiler without a device."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -46,7 +60,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> str:
-        # Triton keeps compiled kernels by device: a name of its own for each target keeps them apart
+        # Triton caches compiled kernels by device: a distinct name for each target keeps them apart
         return str(self.target)
 
     def get_current_stream(self, device: str) -> int:
@@ -54,14 +68,22 @@ class _Driver:
 
 
 def refuse_interpreter() -> None:
-    """Raise ConfigError where Triton was told to interpret kernels: there would be nothing to compile."""
+    """Raise ConfigError if Triton's interpreter is enabled: nothing would be compiled."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ConfigError("TRITON_INTERPRET=1 is set: kernels would be interpreted; unset it to compile them")
 
 
 @contextlib.contextmanager
 def launching(target: Target, start: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, launching a Triton kernel calls ``start(kernel, arguments, keywords)`` in place of a GPU."""
+    """Redirect Triton launches within the block to a callback.
+
+    Args:
+        target: Architecture that Triton sees as the current device.
+        start: Called as ``start(kernel, arguments, keywords)`` for each launch.
+
+    Raises:
+        ConfigError: If Triton's interpreter is enabled.
+    """
     refuse_interpreter()
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -69,7 +91,7 @@ def launching(target: Target, start: Callable[..., Any]) -> Iterator[None]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return start(self, args, kwargs)
 
-    # the property would look for a GPU
+    # the public property would query a GPU
     before, launch = driver._active, JITFunction.run
     driver.set_active(_Driver(target.gpu_target()))
     JITFunction.run = run
@@ -82,10 +104,14 @@ def launching(target: Target, start: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_for(target: Target, only: Collection[int] | None = None) -> Iterator[list[tuple[str, Any]]]:
-    """Within the block, launching a Triton kernel compiles it for ``target`` and starts nothing.
+    """Compile the kernels launched within the block for ``target``, without running them.
 
-    Yields a list that receives (kernel name, compiled kernel) of each launch, or of those whose numbers, from 0 in
-    the order of the launches, are in ``only``; the others do nothing.
+    Args:
+        target: Architecture to compile for.
+        only: Numbers of the launches to compile, counted from 0 in launch order; None compiles all.
+
+    Yields:
+        A list that receives (kernel name, compiled kernel) for each compiled launch.
     """
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,7 @@
-"""The current GPU is that of the tensors: Triton, and what compiles kernels as it runs, launch on the current one."""
+"""Make the GPU of the tensors the current device.
+
+Triton and other just-in-time compilers launch on the current device.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,38 @@ _NOTHING = contextlib.nullcontext()
 
 
 def is_elsewhere(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU, and not the current one."""
+    """Report whether ``device`` is a GPU other than the current one.
+
+    Args:
+        device: A device.
+
+    Returns:
+        Whether it is a GPU, and not the current one.
+    """
     return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 def current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
-    """A context in which ``device``, if it is a GPU, is the current one; costs little where it is anyway."""
+    """Return a context in which ``device`` is the current GPU; cheap if it already is.
+
+    Args:
+        device: A device; None or a CPU changes nothing.
+
+    Returns:
+        A context manager.
+    """
     return _NOTHING if device is None or not is_elsewhere(device) else torch.cuda.device(device)
 
 
 def device_of(arguments: Iterable[object]) -> torch.device | None:
-    """The device of the first tensor among a kernel's arguments, in tuples and tensor descriptors too."""
+    """Return the device of the first tensor among a kernel's arguments.
+
+    Args:
+        arguments: Kernel arguments; tuples and tensor descriptors are searched too.
+
+    Returns:
+        The device, or None without a tensor.
+    """
     for argument in arguments:
         found = None
         if isinstance(argument, Tensor):

@@ -1,4 +1,4 @@
-"""What Triton compiles a kernel for: of every argument what it specialises, and the compiler's options."""
+"""Describe what Triton specializes a kernel for: argument properties and compiler options."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-#: (parameter, position inside a tuple, …, value)
+#: (parameter, indices within nested tuples …, value)
 Value = tuple[Hashable, ...]
 
 
 def describe(kernel: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> frozenset[Value]:
-    """What a Triton kernel is compiled for when it is called so; from its interpreter's kernels too."""
+    """Return what a Triton kernel is specialized for in a call.
+
+    Kernels of Triton's interpreter are supported too.
+
+    Args:
+        kernel: The Triton kernel.
+        arguments: Positional arguments.
+        keywords: Keyword arguments and compiler options.
+
+    Returns:
+        Specialized properties, equal for calls that run the same compiled kernel.
+    """
     given = dict(zip(kernel.arg_names, arguments, strict=False)) | dict(keywords)
     values: set[Value] = set()
-    # Triton's interpreter keeps the decorator's arguments in a mapping
+    # Triton's interpreter stores the decorator's arguments in a mapping
     free = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
     for name, default, constant in _parameters(kernel.fn):
         values |= _parts((name,), given.pop(name, default), constant=constant, free=name in free)
@@ -24,7 +35,7 @@ def describe(kernel: Any, arguments: Sequence[Any], keywords: Mapping[str, Any])
 
 @cache
 def _parameters(function: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, default, whether it is a constant) of each."""
+    """Return (name, default, whether it is a constexpr) of each parameter."""
     return tuple(
         (item.name, item.default, "constexpr" in str(item.annotation))
         for item in inspect.signature(function).parameters.values()
@@ -40,8 +51,8 @@ def _parts(name: Value, value: Any, *, constant: bool, free: bool = False) -> se
 
 
 def _text(value: Any, *, constant: bool, free: bool) -> str:
-    """The value as far as Triton specialises a kernel for it; constants wholly."""
-    # functions and constants may lie in tuples too
+    """Describe a value as far as Triton specializes on it; constants completely."""
+    # tuples may contain functions and constants too
     constant = constant or hasattr(value, "__name__") or type(value).__name__ == "constexpr"
     if constant or value is None or isinstance(value, bool):
         return _function_name(value) if hasattr(value, "__name__") else repr(value)
@@ -58,5 +69,5 @@ def _text(value: Any, *, constant: bool, free: bool) -> str:
 
 
 def _function_name(value: Any) -> str:
-    """Copies of a device function (`moe_core.kernels.device.specialize`) differ in their qualified names."""
+    """Return the qualified name, in which copies by `moe_core.kernels.device.specialize` differ."""
     return str(getattr(getattr(value, "fn", value), "__qualname__", value.__name__))

@@ -1,4 +1,4 @@
-"""What a module with kernels says of its launches, so that they can be compiled without a GPU."""
+"""Example launches of a module with kernels, so that they can be compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Specimen:
-    """One launch to compile.
+    """One example launch to compile.
 
-    ``launch`` calls host code that starts kernels, on tensors of device "meta"; it must not read their values.
-    ``max_spills``: bytes of local memory per thread that are accepted, with a comment where that isn't 0.
+    Attributes:
+        name: Name of the launch.
+        launch: Host code that launches kernels on meta tensors; it must not read their values.
+        max_spills: Accepted bytes of local memory per thread. Values other than 0 need a comment with the reason.
     """
 
     name: str

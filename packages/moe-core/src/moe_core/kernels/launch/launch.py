@@ -1,10 +1,10 @@
-"""Every kernel launch goes through `launch`, so that launches can be recorded too.
+"""Launch kernels through one function, `launch`, so that launches can also be recorded.
 
     with record() as launches:
         block_fp8_fused_moe(...)            # on meta tensors: nothing runs
     print([one.name for one in launches])   # sort_kernel, grouped_gemm_kernel, …
 
-`observe` tells of launches that are made.
+`observe` reports launches as they are made.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from typing import Any
 from moe_core.kernels.launch.current_device import current, device_of
 from moe_core.kernels.launch.describe import Value, describe
 
-#: Triton's options of a launch, which are no parameters of the kernel
+#: Triton's launch options, as opposed to kernel parameters
 _OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg"})
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One launch: the kernel's name, the grid, and all arguments in the order of the kernel's parameters.
+    """One kernel launch.
 
-    ``compiled``: Triton's compiled kernel; None from its interpreter, and where the launch was recorded only.
-    ``kernel`` is what was launched, ``options`` are Triton's (warps, stages …).
+    Attributes:
+        name: Name of the kernel.
+        grid: Launch grid.
+        arguments: All arguments, in the order of the kernel's parameters.
+        compiled: Triton's compiled kernel; None in the interpreter and for launches that were only recorded.
+        kernel: The Triton kernel.
+        options: Triton's launch options (warps, stages …).
     """
 
     name: str
@@ -41,6 +46,18 @@ class Launch:
     def of(
         kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any], compiled: Any = None
     ) -> Launch:
+        """Build a launch from the arguments of a kernel call.
+
+        Args:
+            kernel: The Triton kernel.
+            grid: Launch grid.
+            args: Positional arguments.
+            keywords: Keyword arguments and launch options.
+            compiled: Triton's compiled kernel, if any.
+
+        Returns:
+            The launch.
+        """
         values = dict(zip(kernel.arg_names, args, strict=False))
         values |= {name: value for name, value in keywords.items() if name not in _OPTIONS}
         options = {name: value for name, value in keywords.items() if name in _OPTIONS}
@@ -48,20 +65,24 @@ class Launch:
         return Launch(kernel.fn.__name__, grid, arguments, compiled, kernel, options)
 
     def compiled_for(self) -> tuple[str, frozenset[Value]]:
-        """The kernel and what it is compiled for: launches of which these are equal run one compiled kernel."""
+        """Return the kernel and its specialization; equal values run the same compiled kernel."""
         fn = self.kernel.fn
         described = describe(self.kernel, tuple(self.arguments.values()), self.options)
         return f"{fn.__module__}.{fn.__qualname__}", described
 
 
-#: the launches that are collected instead of made; None: they are made
+#: list that collects launches instead of making them; None makes them
 RECORDING: ContextVar[list[Launch] | None] = ContextVar("moe_core_recording", default=None)
 _OBSERVER: ContextVar[Callable[[Launch], None] | None] = ContextVar("moe_core_observer", default=None)
 
 
 @contextmanager
 def record() -> Iterator[list[Launch]]:
-    """Collect the launches inside instead of making them."""
+    """Collect the launches within the block instead of making them.
+
+    Yields:
+        The list of launches.
+    """
     found: list[Launch] = []
     token = RECORDING.set(found)
     try:
@@ -71,13 +92,17 @@ def record() -> Iterator[list[Launch]]:
 
 
 def is_recording() -> bool:
-    """Whether launches are recorded instead of made."""
+    """Report whether launches are recorded instead of made."""
     return RECORDING.get() is not None
 
 
 @contextmanager
 def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
-    """Tell ``observer`` of every launch inside, after it was made."""
+    """Report every launch within the block to ``observer``, after it was made.
+
+    Args:
+        observer: Callback for each launch.
+    """
     token = _OBSERVER.set(observer)
     try:
         yield
@@ -86,15 +111,22 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **keywords: Any) -> None:
-    """``kernel[grid](*args, **keywords)``, or its record; nothing for an empty grid.
+    """Run ``kernel[grid](*args, **keywords)`` on the device of the tensors, or record it.
 
-    On the device of the tensors.  ``pdl`` adds the constant PDL and lets the launch overlap the end of the kernel
-    before it.
+    An empty grid launches nothing.
+
+    Args:
+        kernel: The Triton kernel.
+        grid: Launch grid.
+        *args: Positional arguments of the kernel.
+        pdl: Use programmatic dependent launch, which overlaps the end of the previous kernel. Also passed as the
+            constant PDL.
+        **keywords: Keyword arguments of the kernel and launch options.
     """
     if 0 in grid:
         return
     keywords["PDL"] = pdl
-    keywords.setdefault("enable_fp_fusion", True)  # Triton's default, which is going to change
+    keywords.setdefault("enable_fp_fusion", True)  # Triton's current default, which is about to change
     if pdl:
         keywords["launch_pdl"] = True
     recording = RECORDING.get()

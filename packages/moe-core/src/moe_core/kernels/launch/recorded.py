@@ -1,7 +1,8 @@
-"""The kernel launches of one kind of call, with every address by whose memory it lies in.
+"""Recorded kernel launches of one kind of call, with relocatable addresses.
 
-A :class:`Recording` holds no tensor.  A :class:`Record` is a recording for one layer: the addresses of its weights are
-filled in, those of a call's tensors are put in whenever the launches are started.
+Each address is stored relative to the memory that contains it. A :class:`Recording` holds no tensors. A :class:`Record`
+binds a recording to one layer: the addresses of its weights are filled in once, those of a call's tensors at each
+start.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from torch import Tensor
 from moe_core.kernels.launch.launch import Launch
 from moe_core.spec.weights import TensorPlaces
 
-#: kernels are compiled for addresses that are multiples of so many bytes, or for any
+#: alignment in bytes of addresses for which Triton specializes kernels
 ALIGNMENT = 16
 
-#: what an address may belong to: the scratch memory, a tensor of the call (its number), memory of the weights
+#: owner of an address: the workspace, a tensor of the call (its index), or memory of the weights
 SCRATCH = "workspace"
 Owner = int | str | tuple[str, int]
 
 
 class Lasting(Protocol):
-    """Tensors whose memory stays: the weights of a layer, say."""
+    """Tensors whose memory persists between calls, such as the weights of a layer."""
 
     @property
     def device(self) -> torch.device: ...
@@ -36,12 +37,21 @@ class Lasting(Protocol):
 
 
 class NotReplayable(Exception):  # noqa: N818 - an answer, no error
-    """A launch depends on something that the record cannot follow."""
+    """A launch depends on something that a record cannot reproduce.
+
+    Signals a fallback to the ordinary call, not an error.
+    """
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes from ``start`` to ``end`` of the memory that ``owner`` names."""
+    """Address range of the memory of one owner.
+
+    Attributes:
+        owner: Owner of the memory.
+        start: First address.
+        end: Address after the last byte.
+    """
 
     owner: Owner
     start: int
@@ -49,6 +59,15 @@ class Span:
 
     @staticmethod
     def of(owner: Owner, tensor: Tensor) -> Span:
+        """Return the address range of a tensor.
+
+        Args:
+            owner: Owner of the memory.
+            tensor: The tensor.
+
+        Returns:
+            The range from the tensor's first to its last element.
+        """
         start = tensor.data_ptr()
         if tensor.is_contiguous():
             return Span(owner, start, start + tensor.nbytes)
@@ -57,14 +76,17 @@ class Span:
 
 
 class WeightMemory:
-    """The pieces of memory that a layer's weights are stored in, each once, and the layout of the weights in them.
+    """Memory blocks that contain a layer's weights, and the layout of the weights in them.
 
-    ``layout`` is equal for two layers whose tensors are stored alike.  All of it is valid only while the ``places`` of
-    the weights are unmoved.
+    Each block is listed once. ``layout`` is equal for layers whose tensors are stored alike. Everything is valid only
+    while the ``places`` of the weights are unmoved.
+
+    Args:
+        weights: The weights of the layer.
     """
 
     def __init__(self, weights: Lasting) -> None:
-        #: by the address of a piece: its number
+        #: number of each memory block by address
         numbers: dict[int, int] = {}
         self.spans: list[Span] = []
         self._tensors: list[Tensor] = []
@@ -81,16 +103,28 @@ class WeightMemory:
         self.layout = (*layout, *(span.start % ALIGNMENT for span in self.spans))
 
     def starts(self) -> dict[Owner, int]:
-        """The address of each piece."""
+        """Return the address of each memory block."""
         return {span.owner: span.start for span in self.spans}
 
     def tensor_at(self, number: int, offset: int, dtype: torch.dtype) -> Tensor:
-        """One element, ``offset`` bytes from the start of a piece."""
+        """Return one element of a memory block as a tensor.
+
+        Args:
+            number: Number of the memory block.
+            offset: Offset in bytes.
+            dtype: Dtype of the element.
+
+        Returns:
+            Tensor [1], a view of the block.
+
+        Raises:
+            NotReplayable: If the offset is not a multiple of the element size.
+        """
         return _element(self._tensors[number], offset, dtype)
 
 
 def _element(within: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """One element of the storage of ``within``, ``offset`` bytes from the storage's start."""
+    """Return one element of the storage of ``within``, at a byte offset from its start."""
     place, beyond = divmod(offset, dtype.itemsize)
     if beyond:
         raise NotReplayable(f"a descriptor {offset} bytes from the start of its memory")
@@ -99,7 +133,7 @@ def _element(within: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """An address: whose memory it is in, how far from its start."""
+    """An address, as an offset within the memory of its owner."""
 
     owner: Owner
     offset: int
@@ -107,7 +141,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Described:
-    """A descriptor for the tensor memory accelerator, without its tensor, which begins at ``place``."""
+    """A TMA descriptor without its base tensor, which starts at ``place``."""
 
     descriptor: Any
     place: _Place
@@ -117,14 +151,19 @@ class _Described:
 class Recording:
     """The launches of one kind of call.
 
-    ``launched``: what a call started; ``spans``: the memory that its addresses may lie in; ``scratch``: bytes of
-    scratch memory.  Raises NotReplayable.
+    Args:
+        launched: Launches that a call made.
+        spans: Memory that their addresses may point to.
+        scratch: Bytes of workspace in use.
+
+    Raises:
+        NotReplayable: If a launch was not compiled, or an address cannot be assigned to one owner.
     """
 
     def __init__(self, launched: Sequence[Launch], spans: Sequence[Span], *, scratch: int) -> None:
         self.scratch = scratch
         self.scratch_alignment = next((span.start for span in spans if span.owner == SCRATCH), 0) % ALIGNMENT
-        #: whether a descriptor holds the scratch memory's address
+        #: whether a TMA descriptor contains the address of the workspace
         self.describes_scratch = False
         self._spans = spans
         self.launches = [self._prepared(one) for one in launched]
@@ -133,13 +172,13 @@ class Recording:
     def _prepared(self, one: Launch) -> tuple[Any, ...]:
         compiled = one.compiled
         if not (hasattr(compiled, "run") and hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")):
-            raise NotReplayable(f"{one.name} was not compiled")  # Triton's interpreter
+            raise NotReplayable(f"{one.name} was not compiled")  # run by Triton's interpreter
         grid = (*one.grid, 1, 1)[:3]
         arguments = [self._placed(value) for value in one.arguments.values()]
         return compiled.run, grid, compiled.function, compiled.packed_metadata, arguments
 
     def _placed(self, value: Any) -> Any:
-        """``value`` with places where there were tensors."""
+        """Replace tensors in ``value`` by places."""
         if value is None or isinstance(value, int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -167,45 +206,62 @@ class Recording:
 
 
 class Record:
-    """A recording for the layer whose weights lie in ``memory``, and its ``scratch`` memory as it is now (None: none).
+    """A recording bound to one layer.
 
-    Raises NotReplayable.
+    Args:
+        recording: The launches.
+        memory: Memory of the layer's weights.
+        scratch: The workspace as it is now, or None.
+
+    Raises:
+        NotReplayable: If a descriptor cannot be rebuilt.
     """
 
     def __init__(self, recording: Recording, memory: WeightMemory, scratch: Tensor | None) -> None:
         self.recording = recording
-        #: the scratch memory's address, where a descriptor holds it
+        #: address of the workspace if a TMA descriptor contains it
         self.fixed_scratch = scratch.data_ptr() if scratch is not None and recording.describes_scratch else None
-        #: how often it was made for other scratch memory before
+        #: number of earlier bindings to other workspaces
         self.bindings = 0
         self._memory, self._starts, self._scratch = memory, memory.starts(), scratch
-        #: (where an address stands: a list and a place in it; whose memory it is in, how far from its start)
+        #: addresses to fill in: (list, index in it, owner of the memory, offset in bytes)
         self._addresses: list[tuple[list[Any], int, Owner, int]] = []
-        #: tuples that hold addresses: where one stands, and its items; inner ones first
+        #: tuples that contain addresses: (list, index in it, items of the tuple); inner tuples first
         self._tuples: list[tuple[list[Any], int, list[Any]]] = []
         self._launches = [(*head, self._filled(arguments)[0]) for *head, arguments in recording.launches]
         del self._memory, self._starts, self._scratch
         self._lock = threading.Lock()
 
     def start(self, addresses: Mapping[Owner, int], stream: int) -> bool:
-        """Start the launches with the call's ``addresses``; False where another thread is just doing so."""
+        """Start the launches with the addresses of a call.
+
+        Args:
+            addresses: Address of each owner's memory.
+            stream: CUDA stream.
+
+        Returns:
+            False, without any launch, if another thread is starting the same record.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            # no Python function is called for an address: there are dozens
+            # no Python function call per address: there are dozens of addresses
             for arguments, place, owner, offset in self._addresses:
                 arguments[place] = addresses[owner] + offset
             for arguments, place, items in self._tuples:
                 arguments[place] = tuple(items)
             for run, grid, function, metadata, arguments in self._launches:
-                # as Triton's own dispatch ends; None: what hooks around the launch would get, and the hooks
+                # the last step of Triton's dispatch; the None values are the hooks' metadata and the two launch hooks
                 run(*grid, stream, function, metadata, None, None, None, *arguments)
         finally:
             self._lock.release()
         return True
 
     def _filled(self, placed: Sequence[Any]) -> tuple[list[Any], bool]:
-        """``placed`` with the addresses that stay, and whether there are others, whose places are noted."""
+        """Fill in the persistent addresses, and note the places of the others.
+
+        Also returns whether other addresses remain.
+        """
         arguments, changes = list(placed), False
         for index, value in enumerate(placed):
             if isinstance(value, _Place):
@@ -231,6 +287,6 @@ class Record:
         if isinstance(owner, tuple):
             descriptor.base = self._memory.tensor_at(owner[1], offset, value.dtype)
         elif self._scratch is not None:
-            # engines give a part of a buffer of theirs, which need not be the first one; its elements are bytes
+            # engines pass a slice of a larger buffer, which may start at any offset; its elements are bytes
             descriptor.base = _element(self._scratch, int(self._scratch.storage_offset()) + offset, value.dtype)
         return descriptor

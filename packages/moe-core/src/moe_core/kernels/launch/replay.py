@@ -1,27 +1,27 @@
-"""Eager calls that repeat: their kernel launches are recorded once and started again with new addresses.
+"""Replay of eager calls: record kernel launches once, start them with new addresses.
 
-The launches of a call follow from the layer and from the shapes, strides and alignments of the call's tensors.  Finding
-them costs the host far more than starting them: it is some hundred Python calls and Triton's dispatch of every launch.
-So the second call of a kind records its launches, and later ones put the addresses of their own tensors into the
-record and start the compiled kernels directly.  Layers that are alike, as those of one model are, share what was
-recorded: a kind counts as seen when any of them was called, and each fills in the addresses of its own weights.
+The launches of a call follow from the layer and from the shapes, strides and alignments of the call's tensors.
+Determining them costs the host far more than starting them: some hundred Python calls plus Triton's dispatch of every
+launch. Therefore the second call of a kind records its launches. Later calls insert the addresses of their tensors into
+the record and start the compiled kernels directly. Equivalent layers, such as those of one model, share recordings: a
+kind counts as seen once any of them was called with it, and each layer fills in the addresses of its own weights.
 
-A record is only used where it is certain to be what the call would have launched:
+A record is used only if it is certain to match what the call would have launched:
 
-- The experts and the prepare/finalize say that they do nothing on the device but launch kernels through
-  :func:`moe_core.kernels.launch.launch.launch` (``launches_only``).  Any other work that torch sees while a call is
-  recorded (a copy, a fill) makes calls of that kind run as usual.
-- Every address in a launch lies within a tensor of the call, the layer's weights or the scratch memory, whose places
-  are known.  An address from anywhere else, or from two of them, likewise.
-- The weights are stored where they were when the record was made, which every call checks before it looks for one.
-  Where an engine has freed their memory and allocated other memory, all records of the layer are made anew.
-- Descriptors for the tensor memory accelerator hold addresses of their own: those of weights stay, those of scratch
-  memory stay as long as the caller's workspace does.
+- The experts and the prepare/finalize declare that their only device work is kernel launches through
+  :func:`moe_core.kernels.launch.launch.launch` (``launches_only``). If torch does any other work while a call is
+  recorded (a copy, a fill), calls of that kind run as usual.
+- Every address in a launch must be within a tensor of the call, the layer's weights or the workspace, whose positions
+  are known. If an address belongs to none or to two of them, calls of that kind run as usual.
+- The weights must be stored where they were when the record was made. Every call checks this before it looks up a
+  record. If an engine has freed and reallocated their memory, all records of the layer are rebuilt.
+- TMA descriptors contain absolute addresses. Those of weights stay valid; those of the workspace stay valid as long
+  as the caller's workspace does.
 
-Nothing is recorded under CUDA-graph capture; a record may be used while a graph is captured.
+Nothing is recorded under CUDA-graph capture, but existing records may be used during capture.
 
-A layer on one rank is recorded as a whole.  Where tokens cross ranks each step is recorded by itself, since ranks call
-each other between them.
+A layer on one rank is recorded as a whole. If tokens cross ranks, each step is recorded separately, because ranks
+communicate between the steps.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from moe_core.kernels.launch.recorded import (
 )
 from moe_core.spec.workspace import Workspace
 
-#: kinds of calls that a layer remembers; the oldest go first
+#: largest number of kinds of calls per layer; the oldest are evicted first
 MOST_RECORDS = 128
 
-#: kinds of calls that are remembered for layers that are alike, of all models
+#: largest number of kinds of calls in the shared table, over all models
 MOST_SHARED = 1024
 
-#: how often a record is made anew for other scratch memory: engines may alternate between buffers
+#: limit on rebinding a record to another workspace: engines may alternate between buffers
 MOST_BINDINGS = 16
 
-#: a kind of call that was not seen yet
+#: marks a kind of call that was not seen yet
 _NEW: Any = object()
-#: by what layers that are alike have in common, and the kind of call; None: seen once
+#: shared recordings by layer equivalence key and kind of call; None: seen once
 _SHARED: dict[tuple[Any, ...], Recording | None] = {}
-#: held while what is known changes or is gone through; looking a kind up, as every call does, needs no lock
+#: guards writes to and iteration over the tables; the lookup of a kind in every call needs no lock
 _CHANGING = threading.Lock()
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what torch does (the last such function) but describe tensors, view them and take memory.
+    """Note the last torch function that does device work, beyond metadata, views and allocation.
 
-    Everything that is not known to be one of these counts as work.
+    Every function that is not known to be one of these counts as work.
     """
 
     _METADATA = frozenset(
@@ -108,7 +108,7 @@ class _Watch(TorchFunctionMode):
             "view_as",
         }
     )
-    #: views where layout and arguments allow it, else copies
+    #: functions that return a view if layout and arguments allow it, else a copy
     _PERHAPS = frozenset({"__getitem__", "contiguous", "flatten", "reshape", "to"})
     _MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"})
     _NO_WORK = _METADATA | _VIEWS | _MEMORY
@@ -129,13 +129,17 @@ class _Watch(TorchFunctionMode):
 
 
 class Replay:
-    """The records of one layer's calls, or of the steps of its calls.
+    """Records of one layer's calls, or of the steps of its calls.
 
-    ``parts``: what the launches depend on beside a call's tensors, by identity (experts, weights …); ``weights``: whose
-    memory stays; ``alike()``: what decides the launches beside a call's tensors and where the weights lie, equal for
-    layers that share what was recorded (None: this one shares nothing); ``stream``: the current stream of the device
-    with this number (None: of the current device), as Triton's launcher takes it; ``watched``: whether a profiler wants
-    to see launches as Triton makes them.
+    Args:
+        weights: Tensors whose memory persists.
+        parts: Objects, compared by identity, that determine the launches in addition to a call's tensors (experts,
+            weights …).
+        alike: Returns a key that is equal for layers that may share recordings: everything that determines the launches
+            except a call's tensors and the addresses of the weights. None shares nothing.
+        stream: Returns the current stream of the device with the given number (None: the current device), as Triton's
+            launcher takes it.
+        watched: Reports whether a profiler observes launches through Triton's hooks.
     """
 
     def __init__(
@@ -152,17 +156,24 @@ class Replay:
         self._stream = stream or _current_stream
         self._watched = watched or _has_hooks
         self._alike = alike
-        # made by the first call, and anew where weights have moved; all records are of this memory
+        # created by the first call and recreated when weights have moved; all records refer to it
         self._memory: WeightMemory | None = None
-        # by kind of call; None: seen once
+        # records by kind of call; None: seen once
         self._records: dict[tuple[Any, ...], Record | NotReplayable | None] = {}
 
     def fits(self, *parts: object) -> bool:
-        """Whether the records were made with these parts."""
+        """Report whether the records were made with these parts.
+
+        Args:
+            *parts: Objects to compare with the parts, by identity.
+
+        Returns:
+            Whether all are identical.
+        """
         return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
 
     def reasons(self) -> tuple[str | None, ...]:
-        """Of every kind of call that was looked at: None if it is recorded, else why not."""
+        """Return, for every known kind of call, None if it is recorded, else the reason why not."""
         with _CHANGING:
             known = tuple(self._records.values())
         return tuple(str(found) if isinstance(found, NotReplayable) else None for found in known if found)
@@ -170,16 +181,24 @@ class Replay:
     def run(
         self, call: Callable[[Workspace], None], inputs: Sequence[Tensor | None], workspace: Workspace | None
     ) -> None:
-        """Do what ``call`` does: by a record, or by calling it with the scratch memory.
+        """Execute ``call``: by replaying a record, or by calling it with the workspace.
 
-        ``inputs``: the call's tensors, the result among them, always in the same order; ``workspace``: the layer's own,
-        or None for scratch memory of each call's own.
+        Args:
+            call: Runs the layer with a workspace.
+            inputs: The call's tensors, including the output, always in the same order.
+            workspace: The layer's workspace, or None for a separate workspace per call.
         """
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
         self._run(functools.partial(call, scratch), inputs, (), scratch, workspace is not None)
 
     def step(self, call: Callable[[], object], inputs: Sequence[Tensor | None], *kind: Hashable) -> None:
-        """As :meth:`run`, of a step without scratch memory; ``kind``: what its launches depend on beside tensors."""
+        """Execute a step without a workspace, like :meth:`run`.
+
+        Args:
+            call: Runs the step.
+            inputs: The step's tensors, including the outputs, always in the same order.
+            *kind: Values that determine the launches in addition to the tensors.
+        """
         self._run(call, inputs, kind, None, False)
 
     def _run(
@@ -194,16 +213,16 @@ class Replay:
         if place.type == "cuda":
             device = torch.cuda.current_device()
             if device != place.index:
-                # what is launched goes to the current GPU
+                # launches go to the current GPU
                 with torch.cuda.device(place):
                     self._run(call, inputs, of, scratch, lasting)
                 return
-        if RECORDING.get() is not None:  # nothing is launched, and nothing is to be learnt of it
+        if RECORDING.get() is not None:  # nothing runs, so there is nothing to replay
             call()
             return
         memory = self._memory
-        # `TensorPlaces.unmoved` without a call of a Python function, since every call asks; before a record is looked
-        # up, since one that layers share would be filled in with old addresses too
+        # inlined `TensorPlaces.unmoved`, because every call checks it; before the lookup of a record, because a shared
+        # recording would otherwise be bound to stale addresses
         if (
             memory is None
             or [*map(Tensor.data_ptr, memory.places.tensors), *map(Tensor.stride, memory.places.strided)]
@@ -220,7 +239,7 @@ class Replay:
             return
         if found is None and not (place.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             launched: list[Launch] = []
-            # until the record is made no other thread's call grows the scratch memory
+            # the lock keeps other threads from growing the workspace until the record is made
             with contextlib.nullcontext() if scratch is None else scratch.lock:
                 with observe(launched.append), _Watch() as watch:
                     call()
@@ -238,7 +257,10 @@ class Replay:
     def _shared(
         self, kind: tuple[Any, ...], own: Any, memory: WeightMemory, scratch: Workspace | None, lasting: bool
     ) -> Any:
-        """What layers that are alike know of a kind of call of which this one has no record: new, or seen (``own``)."""
+        """Look up a kind of call in the table shared by equivalent layers.
+
+        This layer has no record of it. ``own`` is what this layer knows of the kind: new, or seen once.
+        """
         key = self._shared_key(kind, memory)
         if key is None:
             return own
@@ -283,7 +305,7 @@ class Replay:
     def _bound(
         recording: Recording, memory: WeightMemory, scratch: Workspace | None, lasting: bool
     ) -> Record | NotReplayable:
-        """The recording for this layer."""
+        """Bind the recording to this layer."""
         if recording.describes_scratch and not lasting:
             return NotReplayable("a descriptor of scratch memory that belongs to one call")
         try:
@@ -322,7 +344,10 @@ class Replay:
             return record.start(addresses, self._stream(device))
 
     def _moved(self, record: Record, memory: WeightMemory, scratch: Workspace, lasting: bool) -> Record | None:
-        """``record`` for other scratch memory than that of its descriptors: it has grown, or was replaced, since."""
+        """Rebind ``record`` to a workspace that was resized or replaced.
+
+        Its TMA descriptors contain the address of the previous workspace.
+        """
         found = None if record.bindings >= MOST_BINDINGS else self._bound(record.recording, memory, scratch, lasting)
         if not isinstance(found, Record):
             return None
@@ -331,7 +356,7 @@ class Replay:
 
 
 def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, most: int = MOST_RECORDS) -> None:
-    """Put ``found`` into ``known``, whose oldest entries go first; from any thread."""
+    """Put ``found`` into ``known`` and evict the oldest entries; thread-safe."""
     with _CHANGING:
         known.pop(key, None)
         while len(known) >= most:
@@ -340,7 +365,7 @@ def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, mos
 
 
 def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """What a call's launches depend on beside the layer."""
+    """Return the properties of a call's tensors that determine its launches."""
     kind: list[Any] = []
     for tensor in inputs:
         if tensor is None:
@@ -352,7 +377,7 @@ def _kind(inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 @functools.cache
 def _driver() -> Any:
-    """Triton's driver of the GPU."""
+    """Return Triton's active GPU driver."""
     from triton.runtime import driver
 
     return driver.active

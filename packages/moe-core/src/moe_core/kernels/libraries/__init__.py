@@ -1,1 +1,4 @@
-"""What schemes' adapters of kernel libraries share: bases, layouts, limits.  Imports no library."""
+"""Shared code of adapters for kernel libraries: base classes, layouts, limits.
+
+Imports no library.
+"""

@@ -1,4 +1,4 @@
-"""FlashInfer's fused MoE: what adapters of its CUTLASS and of its TRTLLM kernels share."""
+"""FlashInfer's fused MoE: common code of the adapters of its CUTLASS and TRTLLM kernels."""
 
 from __future__ import annotations
 
@@ -22,38 +22,45 @@ ACTIVATION_TYPES = {
     MoEActivation.RELU2_NO_MUL: 6,  # Relu2
 }
 
-#: bytes at whose multiples hidden states and output lie: the library reads and writes 16 bytes at a time
+#: alignment in bytes of hidden states and output: the library reads and writes 16 bytes at a time
 ALIGNMENT = 16
 
 
 def is_aligned(rows: Tensor) -> bool:
-    """Whether the library can read or write a matrix where it lies."""
+    """Report whether the library can read or write a matrix in place.
+
+    Args:
+        rows: The matrix.
+
+    Returns:
+        Whether it is contiguous and aligned.
+    """
     return rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0
 
 
 class FlashInferExperts(FusedMoEExperts):
-    """Base of adapters: the library, and the layer as it sees it.
+    """Base of adapters: the library, and the layer as the library sees it.
 
-    The first of the claims' requirements is FlashInfer.
+    The first of the claims' requirements must be FlashInfer.
     """
 
     @classmethod
     def library(cls) -> Any:
-        """``flashinfer.fused_moe``, imported on first use."""
+        """Import ``flashinfer.fused_moe`` on first use."""
         cls.claims.requires[0].load()
         return importlib.import_module("flashinfer.fused_moe")
 
     @property
     def hidden_size(self) -> int:
-        """Columns of w13 as the library sees them."""
+        """Number of columns of w13 as the library sees them."""
         return self.config.hidden_size
 
     @property
     def intermediate_size(self) -> int:
-        """Rows of gate (or up) as the library sees them."""
+        """Number of rows of gate (or up) as the library sees them."""
         return self.config.intermediate_size
 
     @property
     def activation_type(self) -> int:
-        """The activation's number in the library."""
+        """The library's number of the activation."""
         return ACTIVATION_TYPES[self.config.activation]

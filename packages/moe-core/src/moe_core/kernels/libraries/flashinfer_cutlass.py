@@ -1,8 +1,8 @@
-"""FlashInfer's `cutlass_fused_moe`: what its adapters share, whatever the weights are.
+"""FlashInfer's `cutlass_fused_moe`: code shared by the adapters of all weight formats.
 
-One call of the library does everything from x to the weighted sum.  w13 holds up rows, then gate rows, and so do its
-scales and biases.  Ids become those of local experts before the call (-1: none, which the library skips), so that any
-expert map works.  The sum over top-k is the library's deterministic one, not the one with atomics.
+One call of the library computes everything from x to the weighted sum. w13 contains up rows, then gate rows, and so do
+its scales and biases. Ids are converted to local expert numbers before the call (-1 for none, which the library skips),
+so any expert map works. The sum over top-k uses the library's deterministic implementation, not the one with atomics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_core.spec.device import cuda
 from moe_core.spec.weights import KernelWeights, MoEWeights
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: what users have to know of it
+#: notes on the library for users
 _NOTES = (
     "FlashInfer compiles its kernels when they are first used, and takes its first tile for every call "
     "(up to 7 times slower) unless one has run inside flashinfer.autotuner.autotune()"
@@ -31,9 +31,14 @@ _NOTES = (
 
 
 def cutlass_claims(notes: str, **own: Any) -> Claims:
-    """What all adapters claim, and an adapter's ``own`` fields, of which ``keys`` and ``requires`` are needed.
+    """Return the claims shared by all adapters, extended by an adapter's own.
 
-    The library's notes follow ``notes``.
+    Args:
+        notes: Notes that precede those on the library.
+        **own: Fields of the adapter; ``keys`` and ``requires`` are mandatory.
+
+    Returns:
+        The claims.
     """
     fields = {
         "devices": (cuda(min=90, max=90), cuda(min=100, max=109), cuda(min=120, max=129)),
@@ -49,11 +54,11 @@ def cutlass_claims(notes: str, **own: Any) -> Claims:
 
 
 class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
-    """Base of adapters: the call, its scratch memory, activation and biases."""
+    """Base of adapters: the call, its workspaces, activation and biases."""
 
-    #: dtype as which the library sees the weights
+    #: dtype of the weights as the library sees them
     weight_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    #: whether what the library asks for depends on what else has run in the process
+    #: whether the library's workspace size depends on what else has run in the process
     sizes_change: ClassVar[bool] = False
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -62,16 +67,24 @@ class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the size of the library's workspace depends on, and the call too."""
+        """Options that affect the size of the library's workspace, and the call."""
         return {"activation_type": self.activation_type, "use_fused_finalize": False}
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype in which the library takes x."""
+        """Dtype in which the library takes x."""
         return self.config.dtype
 
     def activation_parameters(self, experts: int, device: torch.device) -> dict[str, Tensor]:
-        """Per-expert parameters [E] float32 of the activation, by the library's names."""
+        """Create the per-expert parameters of the activation.
+
+        Args:
+            experts: Number of experts.
+            device: Device of the tensors.
+
+        Returns:
+            Tensors [E] float32 by the library's names.
+        """
         activation, params = self.config.activation, self.config.params
         wanted = {"swiglu_limit": params.limit}
         if activation is MoEActivation.SWIGLUOAI:
@@ -83,7 +96,14 @@ class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
         }
 
     def library_bytes(self, num_tokens: int) -> int:
-        """Bytes of the library's scratch memory for ``num_tokens`` tokens, as it says now."""
+        """Return the size of the library's workspace, as the library reports it now.
+
+        Args:
+            num_tokens: Number of tokens.
+
+        Returns:
+            Size in bytes.
+        """
         config, known = self.config, self._library_bytes.get(num_tokens)
         if not num_tokens:
             return 0
@@ -115,26 +135,57 @@ class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
     def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """x as the library takes it: its argument ``input``, and what goes with it."""
+        """Prepare x for the library.
+
+        Args:
+            hidden_states: Hidden states [M, K].
+            weights: Weights of the layer.
+            workspace: Tensors of :meth:`workspaces`, by name.
+
+        Returns:
+            The library's argument ``input``, and related arguments.
+        """
         if is_aligned(hidden_states):
             return {"input": hidden_states}
         return {"input": hidden_states.clone(memory_format=torch.contiguous_format)}
 
     def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
-        """Where the library writes: the output, unless it cannot, or is to write more columns."""
+        """Return the tensor the library writes: the output, unless it is unaligned or too narrow.
+
+        Args:
+            output: Output [M, K].
+            workspace: Tensors of :meth:`workspaces`, by name.
+
+        Returns:
+            The tensor to pass to the library.
+        """
         if self.hidden_size != self.config.hidden_size:
             return workspace["y"][: output.shape[0] * self.hidden_size].view(-1, self.hidden_size)
         return output if is_aligned(output) else torch.empty_like(output)
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:
-        """With biases as the library takes them, in the output's dtype."""
+        """Round the biases to the output's dtype, as the library takes them.
+
+        Args:
+            weights: Canonical weights.
+
+        Returns:
+            Weights with rounded biases.
+        """
         first, second, dtype = weights.w13_bias, weights.w2_bias, self.config.dtype
         if first is None or second is None:
             return weights
         return replace(weights, w13_bias=first.to(dtype).to(first.dtype), w2_bias=second.to(dtype).to(second.dtype))
 
     def quant_scales(self, weights: KernelWeights) -> list[Tensor]:
-        """The list that the library's ``quant_scales`` takes."""
+        """Return the list for the library's argument ``quant_scales``.
+
+        Args:
+            weights: Weights of the layer.
+
+        Returns:
+            The scales.
+        """
         raise NotImplementedError
 
     def apply(
@@ -179,7 +230,21 @@ class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
         local_ids: Tensor,
         library_workspace: Tensor,
     ) -> dict[str, Any]:
-        """Arguments of ``flashinfer.fused_moe.cutlass_fused_moe``; looks at no value and needs no GPU."""
+        """Return the arguments of ``flashinfer.fused_moe.cutlass_fused_moe``.
+
+        Reads no values and needs no GPU.
+
+        Args:
+            output: Tensor that the library writes.
+            inputs: Arguments of :meth:`library_input`.
+            weights: Weights of the layer.
+            topk_weights: Router weights [M, k].
+            local_ids: Local expert numbers [M, k]; -1 for none.
+            library_workspace: The library's workspace.
+
+        Returns:
+            Keyword arguments.
+        """
         quant = weights.quant_config
         biases = {"fc1_expert_biases": quant.w1_bias, "fc2_expert_biases": quant.w2_bias} if quant.has_bias else {}
         return {
@@ -198,7 +263,14 @@ class FlashInferCutlassExperts(FlashInferExperts, FusedMoEExpertsModular):
         }
 
     def bias_options(self, weights: MoEWeights) -> dict[str, Any]:
-        """Biases in the output's dtype, padded; w13's as up rows, then gate rows."""
+        """Return the biases in the output's dtype, padded; that of w13 as up rows, then gate rows.
+
+        Args:
+            weights: Canonical weights.
+
+        Returns:
+            ``w1_bias`` and ``w2_bias``; empty without biases.
+        """
         if weights.w13_bias is None or weights.w2_bias is None:
             return {}
         parts = 2 if self.config.is_gated else 1

@@ -1,4 +1,4 @@
-"""Parameters of the activation, as FlashInfer's TRTLLM kernels take them."""
+"""Activation parameters in the form that FlashInfer's TRTLLM kernels take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from moe_core.spec.config import FusedMoEConfig
 
 
 def trtllm_activation_parameters(config: FusedMoEConfig, experts: int, device: torch.device) -> dict[str, Tensor]:
-    """Per-expert parameters [E] float32 of a gated activation, by the library's names; none that it has not."""
+    """Create the per-expert parameters of a gated activation.
+
+    Args:
+        config: Configuration of the layer.
+        experts: Number of experts.
+        device: Device of the tensors.
+
+    Returns:
+        Tensors [E] float32 by the library's names, for the parameters that the activation has.
+    """
     params = config.params
     wanted = {"gemm1_clamp_limit": params.limit}
     if config.activation is MoEActivation.SWIGLUOAI:
@@ -25,5 +34,12 @@ def trtllm_activation_parameters(config: FusedMoEConfig, experts: int, device: t
 
 
 def trtllm_activation_arguments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """All parameters of a gated activation, for functions in which they have no default: None that it has not."""
+    """Complete the parameters of a gated activation, for functions that require all of them.
+
+    Args:
+        parameters: Result of :func:`trtllm_activation_parameters`.
+
+    Returns:
+        All parameters; None for those that the activation does not have.
+    """
     return {name: parameters.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")}

@@ -1,6 +1,6 @@
-"""FlashInfer's TRTLLM kernels on the sm_100 family: what their adapters share, whatever the weights are.
+"""FlashInfer's TRTLLM kernels on the sm_100 family, for all weight formats.
 
-One call of the library does everything from x to the weighted sum, and the routing unless it is given.
+One call of the library computes everything from x to the weighted sum, including the routing unless it is given.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ _GATED = frozenset({MoEActivation.SILU, MoEActivation.SWIGLUOAI})
 
 
 def trtllm_claims(*notes: str, **own: Any) -> Claims:
-    """What all adapters claim, and an adapter's ``own`` fields, of which ``keys`` and ``requires`` are needed.
+    """Return the claims shared by all adapters, extended by an adapter's own.
 
-    ``notes`` follow what is to be said of all.
+    Args:
+        *notes: Notes that follow the shared ones.
+        **own: Fields of the adapter; ``keys`` and ``requires`` are mandatory.
+
+    Returns:
+        The claims.
     """
     fields = {
         "devices": (cuda(min=100, max=109),),
@@ -40,14 +45,15 @@ def trtllm_claims(*notes: str, **own: Any) -> Claims:
 
 
 class TrtLlmExperts(FlashInferExperts):
-    """Base of adapters: the call, and where it reads and writes.
+    """Base of adapters: the call, its inputs and its output.
 
-    One of `moe_core.kernels.libraries.trtllm_routing` goes before it: whoever routes decides which function is called.
+    A class of `moe_core.kernels.libraries.trtllm_routing` precedes it in the bases. That class determines where the
+    routing is computed, and thereby which function is called.
     """
 
-    #: name of the library's functions, without what tells who routes
+    #: common prefix of the library's functions, without the suffix that depends on the routing
     function: ClassVar[str]
-    #: groups that the library is told where a routing has none
+    #: number of groups to pass to the library for a routing without groups
     ungrouped: ClassVar[int | None] = None
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
@@ -60,7 +66,16 @@ class TrtLlmExperts(FlashInferExperts):
     def library_input(
         self, hidden_states: Tensor, weights: KernelWeights, workspace: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """x as the library takes it: its argument ``hidden_states``, zeros from column K, and what goes with it."""
+        """Prepare x for the library, padded with zeros from column K.
+
+        Args:
+            hidden_states: Hidden states [M, K].
+            weights: Weights of the layer.
+            workspace: Tensors of :meth:`workspaces`, by name.
+
+        Returns:
+            The library's argument ``hidden_states``, and related arguments.
+        """
         (tokens, columns), hidden = hidden_states.shape, self.hidden_size
         if hidden == columns and is_aligned(hidden_states):
             return {"hidden_states": hidden_states}
@@ -70,17 +85,44 @@ class TrtLlmExperts(FlashInferExperts):
         return {"hidden_states": x}
 
     def library_output(self, output: Tensor, workspace: Mapping[str, Tensor]) -> Tensor:
-        """Where the library writes: the output, unless it cannot; of more columns the first K are kept."""
+        """Return the tensor the library writes: the output, or a workspace if unaligned.
+
+        The first K columns are kept if the tensor has more.
+
+        Args:
+            output: Output [M, K].
+            workspace: Tensors of :meth:`workspaces`, by name.
+
+        Returns:
+            The tensor to pass to the library.
+        """
         return output if is_aligned(output) else workspace["y"][: output.numel()].view(output.shape)
 
     def weight_arguments(self, weights: KernelWeights) -> dict[str, Any]:
-        """Weights, scales and activation, by the library's names."""
+        """Return weights, scales and activation by the library's argument names.
+
+        Args:
+            weights: Weights of the layer.
+
+        Returns:
+            Keyword arguments.
+        """
         raise NotImplementedError
 
     def arguments(
         self, output: Tensor, inputs: dict[str, Any], weights: KernelWeights, routing: dict[str, Any]
     ) -> dict[str, Any]:
-        """Arguments of the library's function; looks at no value and needs no GPU."""
+        """Return the arguments of the library's function, without reading values or needing a GPU.
+
+        Args:
+            output: Tensor that the library writes.
+            inputs: Arguments of :meth:`library_input`.
+            weights: Weights of the layer.
+            routing: Arguments of the routing.
+
+        Returns:
+            Keyword arguments.
+        """
         return {
             **inputs,
             **self.weight_arguments(weights),
@@ -98,7 +140,16 @@ class TrtLlmExperts(FlashInferExperts):
         routing: dict[str, Any],
         workspace: Mapping[str, Tensor],
     ) -> None:
-        """Call ``name`` of the library, wherever hidden states and output [M, K] lie."""
+        """Call a function of the library, with hidden states and output at any alignment.
+
+        Args:
+            name: Name of the function.
+            output: Output [M, K].
+            hidden_states: Hidden states [M, K].
+            weights: Weights of the layer.
+            routing: Arguments of the routing.
+            workspace: Tensors of :meth:`workspaces`, by name.
+        """
         target = self.library_output(output, workspace)
         inputs = self.library_input(hidden_states, weights, workspace)
         getattr(self.library(), name)(**self.arguments(target, inputs, weights, routing))

@@ -1,11 +1,12 @@
-"""Weights and scales in the order in which FlashInfer's TRTLLM kernels read them.
+"""Weights and scales in the layout that FlashInfer's TRTLLM kernels read.
 
-All of it is one order of rows, found once per shape and applied in one pass:
+The layout is a single row order, computed once per shape and applied in one pass:
 
-- gated kernels take up and gate rows in turns: up 0, gate 0, up 1, … (block FP8: all up rows, then all gate rows)
-- within blocks of b = 32 rows (16 where a tile of the epilogue has 64), row i of the result is the source's row
-  ``(i % 8) * (b / 8) + i / 8``: what one thread of the tensor core holds lies together
-- block scales follow their rows, then come in tiles of 128 rows and 4 columns, in which rows 32 apart are neighbours
+- Gated kernels take up and gate rows interleaved: up 0, gate 0, up 1, … (block FP8: all up rows, then all gate rows).
+- Within blocks of b = 32 rows (16 for epilogue tiles of 64 rows), row i of the result is row
+  ``(i % 8) * (b / 8) + i / 8`` of the source. The rows that one tensor-core thread holds are then contiguous.
+- Block scales follow their rows, then are stored in tiles of 128 rows and 4 columns, in which rows 32 apart are
+  neighbors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from moe_core.kernels.ops.layout import block_major, by_experts, pad_matrices, p
 
 
 def shuffled_rows(rows: int, tile: int) -> Tensor:
-    """[rows] int64: which row comes where, for an epilogue tile of ``tile`` (64 or 128) rows."""
+    """Return the row shuffle for an epilogue tile.
+
+    Args:
+        rows: Number of rows.
+        tile: Rows of the epilogue tile, 64 or 128.
+
+    Returns:
+        Source row of each row [rows], int64.
+
+    Raises:
+        TensorError: If the number of rows is not a multiple of the block.
+    """
     block = 32 if tile % 128 == 0 else 16
     if rows % block:
         raise TensorError(f"the matrix has {rows} rows, expected a multiple of {block}")
@@ -26,21 +38,49 @@ def shuffled_rows(rows: int, tile: int) -> Tensor:
 
 
 def up_gate_rows(rows: int, *, in_turns: bool) -> Tensor:
-    """[rows] int64: from gate rows, then up rows, to up before gate, in halves or in turns."""
+    """Return the row order that puts up before gate, for a matrix of gate rows and then up rows.
+
+    Args:
+        rows: Number of rows.
+        in_turns: Interleave up and gate rows; otherwise all up rows come first.
+
+    Returns:
+        Source row of each row [rows], int64.
+    """
     gate, up = torch.arange(rows, device="cpu").view(2, -1)
     return torch.stack((up, gate), dim=1 if in_turns else 0).flatten()
 
 
 def trtllm_row_order(rows: int, tile: int, *, gated: bool = False, in_turns: bool = True) -> Tensor:
-    """[rows] int64: the order of a whole matrix; ``gated``: of canonical w13."""
+    """Return the row order of a whole matrix.
+
+    Args:
+        rows: Number of rows.
+        tile: Rows of the epilogue tile, 64 or 128.
+        gated: Whether the matrix is a canonical w13 with gate and up.
+        in_turns: Interleave up and gate rows; otherwise all up rows come first.
+
+    Returns:
+        Source row of each row [rows], int64.
+    """
     order = shuffled_rows(rows, tile)
     return up_gate_rows(rows, in_turns=in_turns)[order] if gated else order
 
 
 def trtllm_weights(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int = 1) -> Tensor:
-    """``w`` [E, parts * R, C] with zeros below and beside each of the stacked matrices, then in ``order``.
+    """Pad each of the stacked matrices with zeros, and reorder the rows.
 
-    [E, parts * rows, cols]; padded some experts after the others, so that one copy of all is made.
+    Padding works on a few experts at a time, so that only one full copy is made.
+
+    Args:
+        w: Weights [E, parts * R, C].
+        order: Source row of each row.
+        rows: Rows per matrix after padding.
+        cols: Columns after padding.
+        parts: Number of stacked matrices.
+
+    Returns:
+        Weights [E, parts * rows, cols].
     """
     index = order.to(w.device)
     if tuple(w.shape[1:]) == (parts * rows, cols):
@@ -53,15 +93,31 @@ def trtllm_weights(w: Tensor, order: Tensor, rows: int, cols: int, *, parts: int
 
 
 def trtllm_block_weights(w: Tensor, order: Tensor, block: int = 128) -> Tensor:
-    """[E, K / block, rows, block]: rows in ``order``, then ``block`` columns of all rows together."""
+    """Reorder the rows and convert to block-major layout.
+
+    Args:
+        w: Weights [E, rows, K].
+        order: Source row of each row.
+        block: Columns per block.
+
+    Returns:
+        Weights [E, K / block, rows, block].
+    """
     return block_major(w, block, index=order.to(w.device))
 
 
 def trtllm_scales(scale: Tensor, order: Tensor) -> Tensor:
-    """``scale`` [E, rows, groups] with rows in ``order``, in tiles of 128 rows and 4 columns: [E, rows, groups].
+    """Reorder the rows of block scales, and store them in tiles of 128 rows and 4 columns.
 
-    ``rows`` is a multiple of 128 and ``groups`` of 4; the shape and dtype (e8m0, bfloat16) stay, the elements are in
-    the order of the tiles.
+    Args:
+        scale: Scales [E, rows, groups], e8m0 or bfloat16; ``rows`` is a multiple of 128 and ``groups`` of 4.
+        order: Source row of each row.
+
+    Returns:
+        Scales of the same shape and dtype, with elements in the order of the tiles.
+
+    Raises:
+        TensorError: If the shape is not a multiple of the tile.
     """
     experts, rows, groups = scale.shape
     if rows % 128 or groups % 4:

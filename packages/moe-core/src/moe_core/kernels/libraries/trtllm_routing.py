@@ -1,11 +1,11 @@
-"""FlashInfer's TRTLLM kernels and the routing, whatever the weights are: computed by the kernel, or given.
+"""Routing with FlashInfer's TRTLLM kernels: computed by the kernel, or given.
 
-Kernels that route: the routing method is the config's, as are its groups, scaling factor and bias.  Methods to which
-the library does not apply the scaling factor have it applied to the output.  Under expert parallelism a rank holds one
-contiguous range of experts, as the library assumes; an expert map that says otherwise turns the output into NaN, since
-reading it on the host would wait for the device.
+Kernels that route: the config determines the routing method, its groups, scaling factor and bias. If the library does
+not apply the scaling factor for a method, the adapter applies it to the output. Under expert parallelism the library
+assumes that a rank holds one contiguous range of experts. An expert map that violates this turns the output into NaN,
+because reading the map on the host would wait for the device.
 
-Kernels that are given the routing: ids become those of local experts before the call, so that any expert map works.
+Kernels with given routing: ids are converted to local expert numbers before the call, so any expert map works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_core.spec.routing import RoutingMethodType
 from moe_core.spec.weights import KernelWeights
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: what the library's routing kernels compute
+#: routing methods that the library's routing kernels support
 TRTLLM_ROUTING_METHODS = frozenset(
     {
         RoutingMethodType.DeepSeekV3,
@@ -40,24 +40,37 @@ TRTLLM_ROUTING_METHODS = frozenset(
 )
 #: methods whose weights the library multiplies by the routed scaling factor
 SCALED_METHODS = frozenset({RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2})
-#: experts that one block of threads routes among
+#: largest number of experts that one CTA routes among
 MOST_EXPERTS = 512
-#: local experts of kernels that are told the routing: of 512, some live elsewhere (:func:`declared_experts`)
+#: largest number of local experts with given routing: some of 512 must be remote (:func:`declared_experts`)
 TRTLLM_MAX_LOCAL_EXPERTS = 504
 
 
 def declared_experts(config: FusedMoEConfig) -> int:
-    """Experts that a kernel is told of whose routing is given: those here, at least one elsewhere, more than top-k.
+    """Return the number of experts to declare to a kernel with given routing.
 
-    Four at a time.  The library knows no "no expert", but experts that live elsewhere: where ids are those of local
-    experts, an id that selects none becomes the first of those.
+    The number includes at least one remote expert, exceeds top-k, and is a multiple of 4. The library has no marker for
+    "no expert" but supports remote experts: an id that selects no local expert becomes the first remote one.
+
+    Args:
+        config: Configuration of the layer.
+
+    Returns:
+        Number of experts.
     """
     most = max(config.local_experts, config.top_k) + 1
     return -(-most // 4) * 4
 
 
 def trtllm_given_routing(config: FusedMoEConfig) -> dict[str, Any]:
-    """Arguments of a kernel that is told ids of local experts, and router weights, by the library's names."""
+    """Return the arguments of a kernel that takes local expert numbers and router weights.
+
+    Args:
+        config: Configuration of the layer.
+
+    Returns:
+        Keyword arguments by the library's names.
+    """
     return {
         "num_experts": declared_experts(config),
         "top_k": config.top_k,
@@ -66,12 +79,12 @@ def trtllm_given_routing(config: FusedMoEConfig) -> dict[str, Any]:
         "local_expert_offset": 0,
         "local_num_experts": config.local_experts,
         "routed_scaling_factor": None,
-        "routing_method_type": 1,  # not read: the routing is given
+        "routing_method_type": 1,  # ignored: the routing is given
     }
 
 
 class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
-    """Base of adapters that route: limits, arguments of the routing, and what is left to do after the call."""
+    """Base of adapters that route: limits, routing arguments, postprocessing of the output."""
 
     @classmethod
     def extra_reasons(
@@ -123,9 +136,17 @@ class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
         self.finish(output, expert_map)
 
     def routing_arguments(self, router_logits: Tensor, correction_bias: Tensor | None) -> dict[str, Any]:
-        """The routing by the library's names: logits [M, E], bias [E].
+        """Return the routing by the library's names, without reading values or needing a GPU.
 
-        Looks at no value and needs no GPU.  Raises ConfigError where the config names no routing.
+        Args:
+            router_logits: Router logits [M, E].
+            correction_bias: Per-expert bias [E].
+
+        Returns:
+            Keyword arguments.
+
+        Raises:
+            ConfigError: If the config has no routing.
         """
         config, routing = self.config, self.config.routing
         if routing is None:
@@ -145,11 +166,23 @@ class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
 
     @staticmethod
     def library_logits(router_logits: Tensor) -> Tensor:
-        """Logits in a dtype that the library reads: float32 or bfloat16."""
+        """Convert logits to a dtype that the library reads: float32 or bfloat16.
+
+        Args:
+            router_logits: Router logits [M, E].
+
+        Returns:
+            The logits.
+        """
         return router_logits if router_logits.dtype in (torch.float32, torch.bfloat16) else router_logits.float()
 
     def finish(self, output: Tensor, expert_map: Tensor | None) -> None:
-        """The scaling factor where the library leaves it out; NaN for an expert map that it could not follow."""
+        """Apply the scaling factor if the library does not; write NaN for an unsupported expert map.
+
+        Args:
+            output: Output [M, K], modified in place.
+            expert_map: Local expert number of each global id.
+        """
         routing = self.config.routing
         if routing is not None and routing.method not in SCALED_METHODS and routing.routed_scaling_factor != 1.0:
             output.mul_(routing.routed_scaling_factor)
@@ -157,7 +190,14 @@ class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
             output.masked_fill_(self.differs(expert_map), torch.nan)
 
     def differs(self, expert_map: Tensor) -> Tensor:
-        """Bool []: whether ``expert_map`` is another than this rank's contiguous range of experts."""
+        """Report whether an expert map differs from this rank's contiguous range of experts.
+
+        Args:
+            expert_map: Local expert number of each global id.
+
+        Returns:
+            Bool [].
+        """
         local = self.config.local_experts
         number = torch.arange(self.config.num_experts, dtype=torch.int32, device=expert_map.device)
         number -= self.config.parallel.ep_rank * local
@@ -195,8 +235,13 @@ class TrtLlmRouted(TrtLlmExperts, FusedMoEExpertsModular):
         self.call(f"{self.function}_routed_moe", output, hidden_states, weights, routing, workspace)
 
     def routing_arguments(self, topk_weights: Tensor, ids: Tensor) -> dict[str, Any]:
-        """The routing by the library's names: router weights [M, k] float32, local ``ids`` [M, k] int32.
+        """Return the routing by the library's names, without reading values or needing a GPU.
 
-        Looks at no value and needs no GPU; may overwrite ``ids``.
+        Args:
+            topk_weights: Router weights [M, k], float32.
+            ids: Local expert numbers [M, k], int32; may be overwritten.
+
+        Returns:
+            Keyword arguments.
         """
         return {**trtllm_given_routing(self.config), "topk_ids": (ids, topk_weights), "routing_bias": None}

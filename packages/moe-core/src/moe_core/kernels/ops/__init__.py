@@ -1,4 +1,4 @@
-"""Device code that every scheme shares: Triton kernels, each with a twin in torch.
+"""Portable Triton ops shared by all schemes, each with a PyTorch reference.
 
-Import the submodules; Triton is imported when a kernel first runs.
+Import the submodules directly. Triton is imported when a kernel first runs.
 """

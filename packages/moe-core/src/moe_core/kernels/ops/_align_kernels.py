@@ -1,4 +1,4 @@
-"""Device code of `moe_core.kernels.ops.align`: rows grouped by expert in whole tiles; ids as local ones."""
+"""Kernels of `moe_core.kernels.ops.align`: aligned rows, and local expert ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ def align_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tile t of the sort becomes rows t * BLOCK_M .. (t + 1) * BLOCK_M; rows of no pair have index -1."""
+    """Expand tile t of the sort to rows t * BLOCK_M .. (t + 1) * BLOCK_M.
+
+    Padding rows have index -1.
+    """
     begin_pdl(PDL)
     used = tl.load(tiles)
     if tl.program_id(0) == 0:
         tl.store(count, used * BLOCK_M)
-    # one element, not none: the interpreter takes no scalar as a mask
+    # a tensor of one element: the interpreter does not accept a scalar as a mask
     tile = tl.program_id(0) + tl.zeros([1], dtype=tl.int32)
     exists = tile < used
     expert = tl.load(tiles + 2 + 2 * tile, mask=exists, other=-1)
@@ -54,7 +57,7 @@ def local_ids_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[p] = the local number of ids[p], ``none`` where it has none."""
+    """Store the local expert number of ids[p] in out[p], or ``none``."""
     begin_pdl(PDL)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the Triton kernel or its torch twin."""
+"""Choose the implementation of an op: the Triton kernel or the PyTorch reference."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ BACKENDS = ("auto", "torch", "triton")
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run on the CPU in Triton's interpreter (decided when Triton is imported)."""
+    """Whether Triton kernels run on the CPU in Triton's interpreter.
+
+    This is decided when Triton is imported.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 def use_triton(tensor: Tensor, backend: str, *, unsupported: str | None = None) -> bool:
-    """Whether the kernel runs on ``tensor``.
+    """Decide whether the Triton kernel runs on ``tensor``.
 
-    ``auto`` takes the kernel on a GPU if it covers the request, else the twin; ``triton`` insists on it.  Meta tensors
-    whose launches are recorded stand for those of a GPU.
-    ``unsupported`` says why the kernel does not cover the request.
+    ``auto`` takes the kernel on a GPU if it supports the request, else the PyTorch reference. ``triton`` requires the
+    kernel. While launches are recorded, meta tensors count as GPU tensors. ``unsupported`` is the reason why the kernel
+    does not support the request.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown; known: {', '.join(BACKENDS)}")

@@ -1,4 +1,4 @@
-"""Device code of `moe_core.kernels.ops.batch`: the tiles of batched rows, and their quantisation beside it."""
+"""Kernel of `moe_core.kernels.ops.batch`: tiles of batched rows, and quantization."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def batch_kernel(
     BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. num_experts - 1 write tiles and ends as `moe_core.kernels.gemm.tiles.schedule` reads them.
+    """List the tiles of the batch, and quantize its rows in the same launch.
 
-    The others quantise `rows`, x [E * capacity, columns], that are in use.  All of them write zeros to `zero`.
+    Programs 0 .. num_experts - 1 write tiles and ends as `moe_core.kernels.gemm.tiles.schedule` reads them. The other
+    programs quantize the valid rows of `rows`, x [E * capacity, columns]. All of them write zeros to `zero`.
     """
     begin_pdl(PDL)
     me = tl.program_id(0)

@@ -1,9 +1,8 @@
-"""Device code of `moe_core.kernels.ops.dispatch` and `moe_core.kernels.ops.exchange`: tokens to the ranks of their
-experts, and back.
+"""Kernels of `moe_core.kernels.ops.dispatch` and `moe_core.kernels.ops.exchange`.
 
-Between GPUs of one host, memory of another rank is written by plain stores to its address.  A rank that has written all
-of it then raises a signal there, by a release at the scope of the system; who waits for the signal reads by an acquire
-what was written before it.  Signals are numbers of calls, which only grow, so none has to be reset.
+Between GPUs of one host, a rank writes the memory of a peer by plain stores to its address. Once all data is written,
+it sets a signal in the peer's memory by a release at system scope. The peer waits for the signal by an acquire, after
+which it sees the data. Signals are call numbers, which only grow, so they are never reset.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import triton.language as tl
 from moe_core.kernels.device.casts import INTERPRET, downcast
 from moe_core.kernels.ops._quantize_kernels import divide_by, divisor_of, encode, magnitude_bits, scale_of, store_scale
 
-# what `state` holds of a buffer, in 32-bit words: programs that have ended there and on the way back, the number of the
-# call, and for each rank whether it was waited for in vain
+# offsets in `state`, in 32-bit words: counters of finished programs of dispatch and return, the number of the call, and
+# for each rank whether waiting for it timed out
 ARRIVED = tl.constexpr(0)
 RETURNED = tl.constexpr(1)
 CALL = tl.constexpr(2)
@@ -24,12 +23,12 @@ LATE = tl.constexpr(4)
 
 @triton.jit
 def replica(ids, token, pair, mask, tables, offset):
-    """Where the experts of slots `pair` of tokens are: rank * stride + local index, or -1.
+    """Return the replica of the expert of each pair, as rank * stride + local index, or -1.
 
     tables = (slots [E, R], counts [E], E, R): see `moe_core.parallel.placement.tables.ReplicaTables`.
     """
     slots, counts, experts, room = tables
-    # ids may have 64 bits: compared before they are cut
+    # ids may have 64 bits: compare before truncation
     expert = tl.load(ids + pair, mask=mask, other=-1)
     known = mask & (expert >= 0) & (expert < experts)
     expert = tl.where(known, expert, 0).to(tl.int32)
@@ -52,9 +51,10 @@ def position_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program r numbers the tokens that go to rank r, in their order: positions [M, ranks], else -1; counts [ranks].
+    """Number the tokens for rank r (program r) in token order.
 
-    Each expert-parallel rank is `copies` ranks, which get the same tokens.
+    Writes positions [M, ranks], -1 for tokens that do not go there, and counts [ranks]. Each expert-parallel rank is
+    `copies` ranks, which get the same tokens.
     """
     rank = tl.program_id(0)
     before = tl.program_id(0) * 0
@@ -73,7 +73,10 @@ def position_kernel(
 
 @triton.jit
 def part(base, start, row, width, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Address of row `row` of a part of a buffer: rows are `width` bytes apart from `start` on."""
+    """Return the address of row `row` of a field.
+
+    Rows are `width` bytes apart and start at byte `start`.
+    """
     address = base + start + row * width
     pointer = address.to(tl.pointer_type(dtype))
     if ALIGNED:
@@ -83,7 +86,10 @@ def part(base, start, row, width, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def last_program(counter):
-    """Whether all other programs of the launch have called this: what they wrote is seen, and can be passed on."""
+    """Report whether this program is the last one of the launch to call it.
+
+    The writes of all other programs are then visible, and may be released.
+    """
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1)
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == programs - 1
@@ -94,9 +100,10 @@ def last_program(counter):
 
 @triton.jit
 def signal_ranks(addresses, state, place, call, me, ranks, BLOCK_W: tl.constexpr):
-    """Write `call` to the signal of rank `me` in the buffers of all ranks; signals start at byte `place`.
+    """Write `call` to the signal of rank `me` in the buffers of all ranks.
 
-    Not where this rank has missed another one: it works on rows of calls before, and the others have to miss it too.
+    Signals start at byte `place`. After a timeout this rank does not signal: its rows are stale, and the other ranks
+    must time out too.
     """
     tl.debug_barrier()
     rank = tl.arange(0, BLOCK_W)
@@ -109,21 +116,24 @@ def signal_ranks(addresses, state, place, call, me, ranks, BLOCK_W: tl.constexpr
 
 @triton.jit
 def nanoseconds(lane):
-    """The GPU's clock, read by each thread: lane [threads of the block], so that its largest value is one for all."""
+    """Read the GPU's clock, with the same result in all threads of the block.
+
+    Each thread reads it, for lane [threads of the block], and all get the maximum.
+    """
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1)
     return tl.max(now, axis=0)
 
 
 @triton.jit
 def wait_for_ranks(signals, state, addresses, step, ranks, limit, THREADS: tl.constexpr):
-    """Wait until all ranks have signalled the call that `state` names; returns how many have not within the time-out.
+    """Wait until all ranks have signaled the call in `state`.
 
-    `limit` nanoseconds (in Triton's interpreter, which has no clock, a look counts as a second).  Missing ranks are
-    noted in `state` and, with the number of the step, where the host reads it, at the address behind those of the
-    ranks.  After that nobody waits any more.
+    Returns the number of ranks that have timed out. The limit is in nanoseconds. Triton's interpreter has no clock, so
+    there each poll counts as a second. Missing ranks are noted in `state` and, with the number of the step, in host
+    memory, whose address follows those of the ranks. After a timeout no further call waits.
 
-    A thread of the block looks at one rank, and sums over the block decide: threads that looked twice at a signal could
-    see two values of it, and leave the loop at different times.
+    Each thread of the block polls one rank, and sums over the block decide. If threads polled the same signal, they
+    could see different values and leave the loop at different times.
     """
     rank = tl.arange(0, THREADS)
     inside = rank < ranks
@@ -143,7 +153,7 @@ def wait_for_ranks(signals, state, addresses, step, ranks, limit, THREADS: tl.co
             waited += 1000000000
         else:
             waited = nanoseconds(rank) - begin
-    # the acquire: what ranks wrote before their signals is seen from here on
+    # the acquire makes visible what the ranks wrote before they signaled
     found = tl.atomic_add(signals + rank, tl.zeros((THREADS,), tl.int32), mask=inside, sem="acquire", scope="sys")
     tl.debug_barrier()
     missing = inside & (found - call < 0)
@@ -171,7 +181,10 @@ def token_codes(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """(codes, scale, group, column, mask) of GROUPS groups of GROUP columns of a token; zeros of one that is none."""
+    """Load and quantize GROUPS groups of GROUP columns of a token.
+
+    Returns (codes, scale, group, column, mask); a token past the last one is zero.
+    """
     group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = group * GROUP + tl.arange(0, GROUP)[None, :]
     mask = column < tl.where(token < tokens, columns, 0)
@@ -189,7 +202,10 @@ def token_codes(
 
 @triton.jit(do_not_specialize=["me"])
 def signal_kernel(addresses, state, place, me, ranks, NEXT: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):
-    """Signals to all ranks what the launches before it have written; NEXT: of a call that begins."""
+    """Signal to all ranks that previous launches have completed their writes.
+
+    NEXT begins a new call.
+    """
     call = tl.load(state + CALL)
     if NEXT:
         call += 1
@@ -234,18 +250,22 @@ def dispatch_kernel(
     SIGNAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, c) quantises GROUPS groups of GROUP columns of token t and writes them for all ranks that need them.
+    """Quantize columns of a token and write them for all ranks that need them.
 
-    With `positions` into `out`, rank after rank, a rank's tokens by their positions.  Without them into the buffers
-    at `addresses`, as row me * capacity + t; there every row up to the capacity gets expert numbers, of no expert where
-    nothing comes, and with SIGNAL the last program signals.  layout = (first byte, bytes of a row) of hidden states,
-    scales, router weights, expert numbers, adapters.  places [M, ranks]: row of what comes back, -1 for nothing.
+    Program (t, c) handles GROUPS groups of GROUP columns of token t.
+
+    With `positions`, the destination is `out`, ordered by rank, and by position within a rank. Without it, the
+    destination is row me * capacity + t of the buffers at `addresses`. There every row up to the capacity gets expert
+    numbers (none if no token arrives), and with SIGNAL the last program signals.
+
+    layout = (first byte, bytes of a row) of hidden states, scales, router weights, expert numbers, adapters.
+    places [M, ranks]: row of the returned result, -1 for none.
     """
     token = tl.program_id(0)
     chunk = tl.program_id(1)
     hidden_at, hidden_row, scale_at, scale_row, weight_at, weight_row, id_at, id_row, adapter_at, adapter_row = layout
     slot_index = tl.arange(0, BLOCK_K)
-    # one comparison: Triton 3.9's interpreter has no mask that is a scalar's and a block's
+    # one comparison: Triton 3.9's interpreter cannot combine the mask of a scalar with that of a block
     inside = tl.where(token < tokens, slot_index, TOP_K) < TOP_K
     pair = token.to(tl.int64) * TOP_K + slot_index
     slot = replica(ids, token, pair, inside, tables, offset)
@@ -291,14 +311,14 @@ def dispatch_kernel(
     if SIGNAL:
         if last_program(state + ARRIVED):
             call = tl.load(state + CALL) + 1
-            tl.debug_barrier()  # warps with ranks of their own load it too
+            tl.debug_barrier()  # other warps load the number of the call too
             tl.store(state + CALL, call)
             signal_ranks(addresses, state, signals, call, me, ranks, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["step", "limit"])
 def wait_kernel(signals, state, addresses, step, ranks, limit, THREADS: tl.constexpr, PDL: tl.constexpr):
-    """One program waits for all ranks."""
+    """Wait for all ranks, in one program."""
     wait_for_ranks(signals, state, addresses, step, ranks, limit, THREADS)
 
 
@@ -324,13 +344,14 @@ def return_kernel(
     SIGNAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (p, c) writes columns of a row of partial [ranks * capacity, K] to the rank that the token came from.
+    """Return columns of a row of partial results to the rank that owns the token.
 
-    There row m is row me * capacity + m % capacity of what starts at byte `returned`.  Rows without an expert here
-    stay.  With SIGNAL the last program signals.
+    Program (p, c) handles columns c of a row of partial [ranks * capacity, K]. Row m of `partial` becomes row me *
+    capacity + m % capacity of the owner's results, which start at byte `returned`. Rows without a local expert are not
+    sent. With SIGNAL the last program signals.
 
-    Neighbouring programs have rows of different ranks, each rank beginning with its own: were all ranks to begin with
-    the rows of rank 0, its link would carry them while the others' wait.
+    Consecutive programs send rows to different ranks, and each rank starts with itself. If all ranks started with the
+    rows of rank 0, its link would be the bottleneck while the others idle.
     """
     source, token = (tl.program_id(0) + me) % ranks, tl.program_id(0) // ranks
     index = source * capacity + token
@@ -366,9 +387,10 @@ def combine_kernel(
     WAIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """output[t] = sum over ranks, ascending, of returned[places[t, rank]], in float32; NaN where ranks are missing.
+    """Sum the results of all ranks for each token, in float32, ranks ascending.
 
-    Each program waits for the ranks; without WAIT a launch before this one has done so.
+    output[t] is the sum over ranks of returned[places[t, rank]], or NaN after a timeout. With WAIT each program waits
+    for the ranks; otherwise a previous launch has waited.
     """
     if WAIT:
         missing = wait_for_ranks(signals, state, addresses, 2, ranks, limit, THREADS)
@@ -381,7 +403,7 @@ def combine_kernel(
     for rank in range(ranks):
         row = tl.load(places + token * ranks + rank)
         mask = column < tl.where(row >= 0, columns, 0)
-        # another GPU writes it: not by way of the first-level cache
+        # another GPU writes this data: bypass L1
         values = tl.load(
             returned + row.to(tl.int64) * stride_returned + column, mask=mask, other=0.0, cache_modifier=".cg"
         )

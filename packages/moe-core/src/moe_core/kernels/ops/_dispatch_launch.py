@@ -12,16 +12,16 @@ from moe_core.kernels.ops._sizes import power_of_two
 from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
 from moe_core.spec.numerics import FP8_E4M3, is_e8m0
 
-#: values of a token that a program takes where the token may be cut
+#: values per program if a token may be split
 _CHUNK = 2048
-#: values of a thread
+#: values per thread
 _VECTOR = 8
-#: most programs of a launch that count themselves, each by a release that the whole system sees
+#: largest number of programs that detect the last one by an atomic counter, since each needs a system-scope release
 MOST_COUNTED = 1024
 
 
 def tile(code: TokenCode) -> tuple[int, int, int, int]:
-    """(groups of a program, columns of a group, programs of a token, warps)."""
+    """Return (groups per program, columns per group, programs per token, warps)."""
     key = code.key
     if key is not None and key.group_shape.is_per_row:
         group, most = power_of_two(code.columns), 1
@@ -54,10 +54,10 @@ def launch_dispatch(
     signals: int = 0,
     me: int = 0,
 ) -> None:
-    """Run `dispatch_kernel` on ``rows`` rows; see there.
+    """Launch `dispatch_kernel` on ``rows`` rows; see there for the arguments.
 
-    With ``addresses`` ranks are signalled at byte ``signals``: by the last program, or by a launch of its own where so
-    many of them would count themselves that this takes longer.
+    With ``addresses``, ranks are signaled at byte ``signals``: by the last program, or by a separate launch if counting
+    the programs would take longer.
     """
     from moe_core.kernels.ops._dispatch_kernels import dispatch_kernel
 
@@ -101,7 +101,7 @@ def launch_dispatch(
 
 
 def code_constants(code: TokenCode) -> dict[str, Any]:
-    """Constants and options of a kernel that stores tokens as ``code``."""
+    """Return the constants and options of a kernel that stores tokens as ``code``."""
     import triton.language as tl
 
     key = code.key
@@ -120,12 +120,15 @@ def code_constants(code: TokenCode) -> dict[str, Any]:
         "GROUPS": groups,
         "GROUP": group,
         "num_warps": warps,
-        "enable_fp_fusion": False,  # as quantisation alone: the same bits
+        "enable_fp_fusion": False,  # the same bits as standalone quantization
     }
 
 
 def launch_signal(addresses: Tensor, state: Tensor | None, place: int, me: int, ranks: int, *, begins: bool) -> None:
-    """Tell all ranks, at byte ``place`` of their buffers, that what was launched before has been written."""
+    """Signal to all ranks that all previous launches have completed.
+
+    Signals are at byte ``place`` of the buffers.
+    """
     from moe_core.kernels.ops._dispatch_kernels import signal_kernel
 
     launch(
@@ -134,6 +137,9 @@ def launch_signal(addresses: Tensor, state: Tensor | None, place: int, me: int, 
 
 
 def table_arguments(tables: Any) -> tuple[Any, ...]:
-    """The tables of a placement (:class:`moe_core.parallel.placement.tables.ReplicaTables`) as kernels take them."""
+    """Return the tables of a placement as kernel arguments.
+
+    See :class:`moe_core.parallel.placement.tables.ReplicaTables`.
+    """
     experts, room = tables.slots.shape
     return tables.slots, tables.counts, experts, room

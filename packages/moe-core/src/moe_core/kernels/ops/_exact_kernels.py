@@ -1,7 +1,7 @@
-"""Triton twins of :mod:`moe_core._support.exact`: the same operations in the same order, so the same bits.
+"""Triton versions of :mod:`moe_core._support.exact`, with identical bits.
 
-Kernels that use these are launched with ``enable_fp_fusion=False``: a fused multiply-add would round once where
-the twin rounds twice.
+They use the same operations in the same order. Launch kernels that use these with ``enable_fp_fusion=False``: a fused
+multiply-add would round once where the PyTorch version rounds twice.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ _FIXED_POINT_STEP = tl.constexpr(1.0 / _exact.FIXED_POINT)
 
 @triton.jit
 def divide(x, y):
-    """x / y of float32, correctly rounded (Triton's `/` is an approximation on NVIDIA GPUs)."""
+    """Compute x / y of float32, correctly rounded.
+
+    Triton's `/` is an approximation on NVIDIA GPUs.
+    """
     return tl.div_rn(x, y)
 
 
 @triton.jit
 def round_half_even(x):
-    """Nearest integer of a float32 |x| < 2**22, as float32."""
+    """Round a float32 |x| < 2**22 to the nearest integer, as float32."""
     return (x + _ROUND_MAGIC) - _ROUND_MAGIC
 
 
 @triton.jit
 def exp_nonpositive(x):
-    """exp(x), x <= 0."""
+    """Compute exp(x) for x <= 0."""
     bounded = tl.where(x < _EXP_CUTOFF, _EXP_CUTOFF, x)
     n = round_half_even(bounded * _LOG2_E)
     r = (bounded - n * _LN2_HIGH) - n * _LN2_LOW
@@ -51,14 +54,14 @@ def exp_nonpositive(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x))."""
     e = exp_nonpositive(-tl.abs(x))
     return divide(tl.where(x < 0, e, 1.0), e + 1.0)
 
 
 @triton.jit
 def sqrt_softplus(x):
-    """sqrt(log(1 + exp(x)))."""
+    """Compute sqrt(log(1 + exp(x)))."""
     e = exp_nonpositive(-tl.abs(x))
     s = divide(e, e + 2.0)
     z = s * s
@@ -75,14 +78,14 @@ def sqrt_softplus(x):
 
 @triton.jit
 def sum_unit_terms(x):
-    """Sums [R, 1] of the rows of x [R, E], terms within 0..1, in fixed point."""
+    """Sum the rows of x [R, E], terms within 0..1, in fixed point: [R, 1]."""
     total = tl.sum((x * _FIXED_POINT).to(tl.int64), axis=1, keep_dims=True)
     return total.to(tl.float32) * _FIXED_POINT_STEP
 
 
 @triton.jit
 def sum_pairwise(x):
-    """Sums [R, 1] of the rows of x [R, 2**i], as a tree of neighbours."""
+    """Sum the rows of x [R, 2**i] as a tree of neighbors: [R, 1]."""
     rows: tl.constexpr = x.shape[0]
     for _ in tl.static_range(6):
         if x.shape[1] > 1:
@@ -92,12 +95,15 @@ def sum_pairwise(x):
 
 @triton.jit
 def ordered_int(x):
-    """int32 in the order of the float32 x (no NaN); -0 and 0 are equal.  Applied to the bits it inverts itself."""
+    """Map float32 x (no NaN) to int32 in the same order; -0 and 0 are equal.
+
+    Applied to the bits, the mapping is its own inverse.
+    """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def ordered_float(key):
-    """The float32 of an `ordered_int`."""
+    """Invert `ordered_int`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

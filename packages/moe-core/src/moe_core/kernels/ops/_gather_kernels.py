@@ -1,5 +1,4 @@
-"""Device code of `moe_core.kernels.ops.dispatch` for ranks that get all tokens: rows of bytes, and what arrives of
-them."""
+"""All-gather kernels of `moe_core.kernels.ops.dispatch`: pack and unpack all tokens."""
 
 from __future__ import annotations
 
@@ -33,10 +32,10 @@ def gather_kernel(
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, c) quantises GROUPS groups of GROUP columns of token t into row t of `out`.
+    """Quantize GROUPS groups of GROUP columns of token t (program (t, c)) into row t of `out`.
 
-    Expert numbers are those of replicas, rank * stride + local index.  Rows behind the last token have zeros, and no
-    experts.  layout: as of `dispatch_kernel`.
+    Expert numbers are those of replicas, rank * stride + local index. Rows after the last token are zero and have no
+    experts. See `dispatch_kernel` for layout.
     """
     token = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -52,7 +51,7 @@ def gather_kernel(
         store_scale(scales + group, scale, group * GROUP < columns, SCALE)
     if chunk == 0:
         slot_index = tl.arange(0, BLOCK_K)
-        # one comparison: Triton 3.9's interpreter has no mask that is a scalar's and a block's
+        # one comparison: Triton 3.9's interpreter cannot combine the mask of a scalar with that of a block
         inside = tl.where(token < tokens, slot_index, TOP_K) < TOP_K
         pair = row * TOP_K + slot_index
         slot = replica(ids, token, pair, inside, tables, offset)
@@ -85,9 +84,10 @@ def arrive_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program m copies of BLOCK rows of bytes all but hidden states: scales, router weights, experts, adapters.
+    """Unpack everything but the hidden states of BLOCK packed rows per program.
 
-    Expert numbers first .. first + held - 1 become 0 .. held - 1, others -1; they stay where `held` is None.
+    Copies scales, router weights, experts and adapters. Expert numbers first .. first + held - 1 become 0 .. held - 1,
+    others -1; they are unchanged if `held` is None.
     """
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None].to(tl.int64)
     _, _, scale_at, scale_row, weight_at, weight_row, id_at, id_row, adapter_at, adapter_row = layout
@@ -115,7 +115,10 @@ def arrive_kernel(
 def held_kernel(
     ids, tables, experts, pairs, first, held, offset, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """experts[p] = local index of pair p's expert where its replica is one of first .. first + held - 1, else -1."""
+    """Store the local index of each pair's expert.
+
+    It is -1 unless the pair's replica is in first .. first + held - 1.
+    """
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = replica(ids, pair // TOP_K, pair, pair < pairs, tables, offset)
     here = (slot >= first) & (slot < first + held)

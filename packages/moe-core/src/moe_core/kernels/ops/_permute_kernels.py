@@ -1,4 +1,4 @@
-"""Device code of `moe_core.kernels.ops.permute`: moving rows between the order of tokens and that of experts."""
+"""Kernels of `moe_core.kernels.ops.permute`: move rows between token order and expert order."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def move_rows_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row p of the result from row index[p] // PER_ROW, zeros if index[p] is none of 0 .. limit; or, SCATTER,
-    row index[p] of the result from row p // PER_ROW, nothing if it is none.  Only the first count[0] rows p, if given.
+    """Copy row index[p] // PER_ROW to row p or, if SCATTER, row p // PER_ROW to row index[p].
+
+    An index outside 0 .. limit gives zeros or, if SCATTER, writes nothing. Only the first count[0] rows p are
+    processed, if given.
     """
     begin_pdl(PDL)
     p = tl.program_id(0) + tl.zeros([1], dtype=tl.int32)
@@ -73,9 +75,10 @@ def assign_slots_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per expert numbers its pairs in their order: places[pair] = expert * max_tokens + number.
+    """Number the pairs of one expert per program, in pair order.
 
-    -1 for a pair of no local expert and for one beyond max_tokens.  No atomics: the same result on every run.
+    places[pair] = expert * max_tokens + number. Pairs without a local expert and pairs beyond max_tokens get -1. No
+    atomics: the same result on every run.
     """
     begin_pdl(PDL)
     me = tl.program_id(0)
@@ -87,7 +90,7 @@ def assign_slots_kernel(
         mine = expert == me
         number = found + tl.cumsum(mine.to(tl.int32), axis=0) - 1
         tl.store(places + pair, tl.where(number < max_tokens, me * max_tokens + number, -1), mask=mine)
-        # program 0 alone marks pairs of no expert: -1 + me is negative for no other
+        # only program 0 marks pairs without an expert: -1 + me is negative for no other program
         tl.store(places + pair, tl.full([BLOCK], -1, tl.int32), mask=inside & (expert + me < 0))
         found += tl.sum(mine.to(tl.int32), axis=0)
     tl.store(counts + me, tl.minimum(found, max_tokens))

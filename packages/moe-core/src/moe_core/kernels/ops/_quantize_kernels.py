@@ -1,8 +1,8 @@
-"""Device code of `moe_core.kernels.ops.activation` and `moe_core.kernels.ops.quantize`.
+"""Kernels of `moe_core.kernels.ops.activation` and `moe_core.kernels.ops.quantize`.
 
-Every kernel reads rows of x [B, T, C], optionally adds a bias and applies an activation, and writes the result or
-quantises it, so that each value crosses memory once.  Scales follow `moe_core.reference.quantization`: scale = amax /
-max_value, code = round(value / scale), with the same bits as the torch code gives.
+Every kernel reads rows of x [B, T, C], optionally adds a bias and applies an activation, and writes or quantizes the
+result, so that each value crosses memory once. Scales follow `moe_core.reference.quantization`: scale = amax /
+max_value, code = round(value / scale), with the same bits as the PyTorch implementation.
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ from moe_core.kernels.device.pdl import begin_pdl
 from moe_core.kernels.ops._exact_kernels import round_half_even
 from moe_core.spec import numerics
 
-# the smallest amax that a scale is made from: keeps the scale of zeros normal and finite
+# lower bound of amax, which keeps the scale of zeros normal and finite
 AMAX_FLOOR = tl.constexpr(numerics.AMAX_FLOOR)
-# what lies above is NaN
+# larger values are NaN
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def max_code(CODE: tl.constexpr):
-    """The largest value of an element type, as a constant."""
+    """Return the largest value of an element type, as a constant."""
     return 448.0 if CODE == "e4m3" else 6.0 if CODE == "e2m1" else 127.0
 
 
 @triton.jit
 def magnitude_bits(x):
-    """Bits of |x|: integers in the order of the magnitudes, infinity and then NaN above every number."""
+    """Return the bits of |x|, integers ordered like the magnitudes.
+
+    Infinity and then NaN are above every number.
+    """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def finite_bits(x):
-    """`magnitude_bits` of finite numbers, 0 of others: what a scale that several tokens share is made of."""
+    """Return `magnitude_bits` of finite numbers and 0 for others.
+
+    For scales that several tokens share.
+    """
     bits = magnitude_bits(x)
     return tl.where(bits < INFINITY_BITS, bits, 0)
 
@@ -48,44 +54,44 @@ def _larger(a, b):
 
 @triton.jit
 def largest_magnitude(x, AXIS: tl.constexpr, KEEP: tl.constexpr = False):
-    """`magnitude_bits` of the largest |x| along an axis, which stays if KEEP."""
+    """Return `magnitude_bits` of the largest |x| along an axis, which KEEP retains."""
     if INTERPRET or not tl.target_info.is_cuda():
         return tl.max(magnitude_bits(x), axis=AXIS, keep_dims=KEEP)
     else:
-        # one instruction, which takes the magnitude and lets NaN through
+        # a single instruction, which takes the magnitude and propagates NaN
         return tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=KEEP).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
-    """As `largest_magnitude`, by the instruction that finds a maximum of integers in a warp: of whole rows."""
+    """Compute `largest_magnitude` with the warp-wide integer maximum, for whole rows."""
     return tl.max(magnitude_bits(x), axis=AXIS)
 
 
 @triton.jit
 def has_nan(tile, AXIS: tl.constexpr):
-    """Whether there is a NaN along AXIS."""
+    """Report whether there is a NaN along AXIS."""
     return largest(tile, AXIS) > INFINITY_BITS
 
 
 @triton.jit
 def is_finite(tile, AXIS: tl.constexpr):
-    """Whether everything along AXIS is finite."""
+    """Report whether all values along AXIS are finite."""
     return largest(tile, AXIS) < INFINITY_BITS
 
 
 @triton.jit
 def scale_of(bits, CODE: tl.constexpr, SCALE: tl.constexpr):
-    """float32 scale, amax / max_value, of groups of largest magnitude `bits`; NaN and infinity stay.
+    """Return the float32 scale, amax / max_value, for the largest magnitude `bits`.
 
-    SCALE "pow2" and "e8m0" round it up to a power of two, or NaN where it is not finite; "even" and "down" are other
-    roundings, of scales of e2m1 and e4m3.
+    NaN and infinity propagate. SCALE "pow2" and "e8m0" round it up to a power of two, or NaN if it is not finite.
+    "even" and "down" are other rounding modes, for scales of e2m1 and e4m3.
     """
     amax = bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax)
     if SCALE == "even" or SCALE == "down":
         exact = amax.to(tl.int32, bitcast=True)
-        # half of the last place of a code's mantissa; 6 is 1.5 * 2**2, 448 is 1.75 * 2**8
+        # half a unit in the last place of a code's mantissa; 6 is 1.5 * 2**2, 448 is 1.75 * 2**8
         HALF: tl.constexpr = 0x200000 if CODE == "e2m1" else 0x80000
         EXPONENT: tl.constexpr = 2 if CODE == "e2m1" else 8
         power = ((exact + (HALF if SCALE == "even" else 0)) & INFINITY_BITS) - (EXPONENT << 23)
@@ -100,7 +106,7 @@ def scale_of(bits, CODE: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def divisor_of(scale):
-    """(scale, 1 / scale) as `divide_by` wants them: an infinite scale makes every number 0."""
+    """Return (scale, 1 / scale) for `divide_by`: an infinite scale makes every number 0."""
     infinite = magnitude_bits(scale) == INFINITY_BITS
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.where(infinite, scale if INTERPRET else 0.0, scale), inverse
@@ -108,10 +114,10 @@ def divisor_of(scale):
 
 @triton.jit
 def divide_by(x, scale, inverse):
-    """x / scale, correctly rounded, in three operations.
+    """Compute x / scale, correctly rounded, in three operations.
 
     Markstein's correction: with the correctly rounded inverse, one step on the exact remainder rounds the quotient
-    correctly.  The interpreter has no fused multiply-add and divides.
+    correctly. The interpreter has no fused multiply-add and divides.
     """
     if INTERPRET:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
@@ -119,14 +125,14 @@ def divide_by(x, scale, inverse):
         quotient = x * inverse
         remainder = tl.fma(-quotient, scale, x)
         corrected = tl.fma(remainder, tl.broadcast_to(inverse, x.shape), quotient)
-        # an exact quotient keeps the sign of its zero; what overflows has no remainder to speak of
+        # an exact quotient keeps the sign of its zero; the remainder of an overflow is meaningless
         finite = magnitude_bits(quotient) < INFINITY_BITS
         return tl.where(finite & (remainder != 0.0), corrected, quotient)
 
 
 @triton.jit
 def store_scale(pointers, scale, mask, SCALE: tl.constexpr):
-    """Write float32 scales, or the exponent bytes of powers of two."""
+    """Store float32 scales, or the exponent bytes of powers of two."""
     if SCALE == "e8m0":
         tl.store(pointers, (magnitude_bits(scale) >> 23).to(tl.uint8), mask=mask)
     else:
@@ -135,7 +141,10 @@ def store_scale(pointers, scale, mask, SCALE: tl.constexpr):
 
 @triton.jit
 def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
-    """Codes of values that are divided by their scale, saturating; NaN stays NaN in e4m3 and is 0 in int8."""
+    """Convert values, already divided by their scale, to codes, saturating.
+
+    NaN stays NaN in e4m3 and is 0 in int8.
+    """
     if CODE == "e4m3":
         return downcast_e4m3(clamp(x, 448.0))
     elif CODE == "int8":
@@ -147,10 +156,10 @@ def encode(x, CODE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def row_places(layout, index, rows, HAS_COUNTS: tl.constexpr):
-    """(offset of x, offset of the bias, offset of out, offset of scales, whether the row is in use) of rows `index`.
+    """Return the offsets of x, bias, out and scales of rows `index`, and their validity.
 
     layout = (tokens per batch, strides of x, out and scales per batch and token, bias stride, experts of rows or None,
-    number of bias rows, counts of rows in use or None).
+    number of bias rows, counts of valid rows or None).
     """
     tokens, x_b, x_t, out_b, out_t, scale_b, scale_t, bias_stride, experts, num_bias, counts = layout
     batch = (index // tokens).to(tl.int64)
@@ -185,12 +194,13 @@ def load_values(
     GATED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
 ):
-    """float32 values [R, C] of columns `column` [1 or R, C]: x, plus bias, through the activation; 0 where masked.
+    """Load x plus bias, through the activation, as float32 [R, C].
 
-    activation_args = (output columns, column stride of x, alpha, beta, limit).
+    `column` is [1 or R, C]; masked values are 0. activation_args = (output columns, column stride of x, alpha, beta,
+    limit).
     """
     columns, stride, alpha, beta, limit = activation_args
-    # columns may be any number of elements apart
+    # the column stride is arbitrary
     first = tl.load(x + place + column.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         first += tl.load(bias + bias_place + column, mask=mask & (bias_place >= 0), other=0.0).to(tl.float32)
@@ -229,11 +239,11 @@ def group_kernel(
     PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK groups of GROUP columns per program, counted row by row; the last group of a row may be short.
+    """Process BLOCK groups of GROUP columns per program, counted row by row.
 
-    CODE "": the values themselves in out's dtype.  Otherwise codes, with a scale per group or with one for all:
-    SCALE "fixed" is the scale `fixed`; SCALE "partials" that of the largest of the magnitudes `partials` [PARTIALS]
-    (a power of two), which is written to scales.
+    The last group of a row may be short. CODE "" writes the values in out's dtype. Otherwise codes are written, with a
+    scale per group or a shared one. SCALE "fixed" uses the scale `fixed`. SCALE "partials" derives the scale from the
+    largest of the magnitudes `partials` [PARTIALS] (a power of two), and writes it to scales.
     """
     begin_pdl(PDL)
     columns = activation_args[0]
@@ -264,7 +274,7 @@ def group_kernel(
 
 @triton.jit
 def store_row(out, place, values, divisor, inverse, zero, column, mask, CODE: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Write the codes of a row's values."""
+    """Store the codes of a row's values."""
     quotient = divide_by(values, divisor, inverse)
     if HAS_ZERO:
         quotient = round_half_even(quotient) + zero
@@ -290,9 +300,10 @@ def row_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row per program, one scale per row; with `zero_points` int8 codes of the range that includes 0.
+    """Quantize one row per program with one scale.
 
-    A row of one chunk stays in registers; a longer one is read twice.
+    With `zero_points`, the codes are int8, for a range that includes 0. A row of one chunk stays in registers; a longer
+    one is read twice.
     """
     begin_pdl(PDL)
     columns = activation_args[0]
@@ -319,7 +330,7 @@ def row_kernel(
                 low = tl.minimum(low, tl.min(values, axis=1, keep_dims=True))
                 high = tl.maximum(high, tl.max(values, axis=1, keep_dims=True))
     if zero_points is not None:
-        # scale = (high - low) / 255; a NaN or an infinity anywhere, and a range beyond float32, make it NaN
+        # scale = (high - low) / 255; a NaN or an infinity anywhere, or an overflow of the range, makes it NaN
         low = tl.minimum(low, 0.0)
         width = tl.maximum(high, 0.0) - low
         width = tl.where(width < AMAX_FLOOR, AMAX_FLOOR, width)
@@ -363,7 +374,9 @@ def amax_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest finite magnitude (as bits) in STEPS tiles of BLOCK x GROUP values, num_programs apart.
+    """Compute the largest finite magnitude (as bits) of each program's tiles.
+
+    A program processes STEPS tiles of BLOCK x GROUP values, num_programs apart.
 
     partials [programs]
     """

@@ -12,16 +12,16 @@ from moe_core.kernels.ops._quantize_kernels import amax_kernel, group_kernel, ro
 from moe_core.kernels.ops._rows import Rows
 from moe_core.kernels.ops._sizes import power_of_two
 
-#: values per thread that make one 16-byte load of 16-bit values
+#: values per thread: one 16-byte load of 16-bit values
 _VECTOR = 8
-#: programs that fill a large GPU; with more work than this a program takes more of it
+#: number of programs that fills a large GPU; beyond it each program does more work
 _MANY_PROGRAMS = 2048
-#: widest row that a program keeps in registers
+#: largest number of columns that a program keeps in registers
 _MAX_ROW = 16384
 
 
 def _tile(rows: int, columns: int, group: int) -> tuple[int, int, int]:
-    """(groups per program, number of groups, warps)."""
+    """Return (groups per program, number of groups, warps)."""
     groups = rows * -(-columns // group)
     values = 1024 if groups * group <= 1024 * _MANY_PROGRAMS else 2048
     block = min(max(values // group, 1), power_of_two(groups))
@@ -40,7 +40,7 @@ def launch_groups(
     partials: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Run `group_kernel`; ``group`` 0 where columns share no scale of their own."""
+    """Launch `group_kernel`; ``group`` 0 means that groups have no separate scales."""
     group = group or min(256, power_of_two(rows.columns))
     block, groups, warps = _tile(rows.rows, rows.columns, group)
     grouped = scale_kind not in ("", "fixed", "partials")
@@ -69,7 +69,7 @@ def launch_groups(
 def launch_rows(
     rows: Rows, out: Tensor, *, code: str, scale: Tensor, zero_point: Tensor | None = None, pdl: bool = False
 ) -> None:
-    """Run `row_kernel`."""
+    """Launch `row_kernel`."""
     block = min(power_of_two(rows.columns), _MAX_ROW)
     launch(
         row_kernel,
@@ -90,7 +90,7 @@ def launch_rows(
 
 
 def launch_tensor(rows: Rows, out: Tensor, *, code: str, scale: Tensor, pdl: bool = False) -> None:
-    """One scale for everything, in two launches: partial maxima, then codes."""
+    """Quantize with one scale for the whole tensor, in two launches: partial maxima, then codes."""
     group = min(256, power_of_two(rows.columns))
     block, groups, warps = _tile(rows.rows, rows.columns, group)
     tiles = -(-groups // block)
@@ -106,7 +106,7 @@ def launch_tensor(rows: Rows, out: Tensor, *, code: str, scale: Tensor, pdl: boo
         **rows.constants(),
         GROUP=group,
         BLOCK=block,
-        STEPS=power_of_two(-(-tiles // programs)),  # few specialisations; what is beyond the end is masked
+        STEPS=power_of_two(-(-tiles // programs)),  # few specializations; steps beyond the end are masked
         pdl=pdl,
         num_warps=warps,
         enable_fp_fusion=False,

@@ -1,4 +1,4 @@
-"""Device code of `moe_core.kernels.ops.reduce`: the sum over top-k."""
+"""Kernel of `moe_core.kernels.ops.reduce`: the sum over top-k."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT_K parts), in float32, j ascending.
+    """Compute the weighted sum over the top-k slots of each token.
 
-    Dropped pairs count nothing.  With rows, pair p is row rows[p] of y.
+    out[m] = sum over j of weights[m, j] * y[m * TOP_K + j] (of its SPLIT_K parts), in float32, j ascending. Dropped
+    pairs add nothing. With rows, pair p is row rows[p] of y.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,12 +44,12 @@ def reduce_kernel(
         expert = local_expert(ids, expert_map, pair, pair >= 0, num_ids, num_experts, HAS_MAP)
         # a dropped pair has no columns
         ends += (tl.where(expert >= 0, columns, 0),)
-    # ids are from before the launch that makes y
+    # ids are older than the launch that produces y
     begin_pdl(PDL)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
-        # that of a dropped pair may be anything, NaN too
+        # the weight of a dropped pair is arbitrary, possibly NaN
         weight = tl.load(weights + pair, mask=ends[j] > 0, other=0.0) if HAS_WEIGHTS else 1.0
         place = pair
         if rows is not None:

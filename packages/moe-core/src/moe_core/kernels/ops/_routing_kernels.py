@@ -1,4 +1,4 @@
-"""Device code of `moe_core.kernels.ops.routing`: logits to experts and weights in one launch."""
+"""Kernel of `moe_core.kernels.ops.routing`: logits to experts and weights in one launch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from moe_core.kernels.ops._exact_kernels import (
 )
 
 _RENORM_EPSILON = tl.constexpr(1e-20)
-#: below the key of every number: an expert or group that does not exist or is taken already
+#: key below that of every number: an expert or group that does not exist or is already taken
 _NONE = tl.constexpr(-2147483648)
-#: low bits of a packed key that hold the position; a 16-bit float leaves 13 of 32 free
+#: low bits of a packed key, which hold the position; a 16-bit float leaves 13 of 32 bits free
 _POSITION = tl.constexpr(0x1FFF)
 
 
 @triton.jit
 def _powers(logits):
-    """exp(l - max l) per row of [R, C]."""
+    """Compute exp(l - max l) per row of [R, C]."""
     largest = tl.max(logits, axis=1, keep_dims=True)
     return exp_nonpositive(tl.where(logits == largest, 0.0, logits - largest))
 
 
 @triton.jit
 def _score(logits, SCORING: tl.constexpr):
-    """A score that depends on one logit alone."""
+    """Compute a score that depends on one logit only."""
     if SCORING == "sigmoid":
         return sigmoid(logits)
     elif SCORING == "sqrtsoftplus":
@@ -45,7 +45,10 @@ def _score(logits, SCORING: tl.constexpr):
 
 @triton.jit
 def _take_best(keys, position):
-    """(position [R, 1] of the largest key, the lower one of equals; keys without it)."""
+    """Return the position [R, 1] of the largest key, and the keys without it.
+
+    The lower position wins ties.
+    """
     best = tl.max(keys, axis=1, keep_dims=True)
     where = tl.min(tl.where(keys == best, position, 0x7FFFFFFF), axis=1, keep_dims=True)
     return where, tl.where(position == where, _NONE, keys)
@@ -53,7 +56,7 @@ def _take_best(keys, position):
 
 @triton.jit
 def _keep_best_groups(keys, TOP2: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
-    """keys [R, BLOCK_G * S] without those of groups that a token may not use."""
+    """Remove the keys [R, BLOCK_G * S] of groups that are not among the best TOPK_GROUP."""
     rows: tl.constexpr = keys.shape[0]
     size: tl.constexpr = keys.shape[1] // BLOCK_G
     grouped = tl.reshape(keys, [rows, BLOCK_G, size])
@@ -98,10 +101,11 @@ def route_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights [M, TOP_K] float32 and ids [M, TOP_K] int32 of logits [M, EXPERTS]; see `moe_core.spec.routing`.
+    """Compute weights and expert ids [M, TOP_K] of logits [M, EXPERTS].
 
-    A tile holds ROWS tokens and, per token, BLOCK_G groups of BLOCK_S slots (powers of two; a padded slot has no
-    expert).  PACK: the logits have 16 bits and decide alone, so that key and position fit one integer.
+    Weights are float32, ids int32; see `moe_core.spec.routing`. A tile holds ROWS tokens and, per token, BLOCK_G groups
+    of BLOCK_S slots (powers of two; a padded slot has no expert). PACK: the logits have 16 bits and alone determine the
+    choice, so that key and position fit one integer.
     """
     begin_pdl(PDL)
     group_size: tl.constexpr = EXPERTS // GROUPS
@@ -113,7 +117,7 @@ def route_kernel(
     values = tl.load(pointers + expert * stride_expert, mask=exists, other=float("-inf")).to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
 
-    # the whole row takes part in a softmax before top-k
+    # a softmax before top-k covers the whole row
     full_softmax: tl.constexpr = SCORING == "softmax" and not SELECTED_ONLY
     if full_softmax:
         largest = tl.max(values, axis=1, keep_dims=True)
@@ -144,7 +148,7 @@ def route_kernel(
         else:
             best, keys = _take_best(keys, position)
         chosen = tl.where(column == j, best, chosen)
-    # rows past the end of the batch have chosen nothing; keep their loads inside
+    # rows past the end of the batch have no valid choice; keep their loads in bounds
     chosen = (chosen // BLOCK_S) * group_size + chosen % BLOCK_S
     stored = (column < TOP_K) & (row < tokens)
 

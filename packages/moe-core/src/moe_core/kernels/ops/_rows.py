@@ -1,4 +1,4 @@
-"""The rows that an activation or quantiser works on: shapes checked once, and packed for the kernels."""
+"""Validated input rows of an activation or quantizer, and their kernel arguments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of ``x`` [M, C] or [B, T, C] on their way through bias and activation to ``columns`` values each.
+    """Input rows with the bias and activation that produce ``columns`` values each.
 
-    See :func:`moe_core.kernels.ops.activation.fused_activation` for the fields.
+    ``x`` is [M, C] or [B, T, C]. See :func:`moe_core.kernels.ops.activation.fused_activation` for the fields.
     """
 
     x: Tensor
@@ -53,6 +53,7 @@ class Rows:
 
     @property
     def batches(self) -> int:
+        """Number of batches; 1 for [M, C]."""
         return self.x.shape[0] if self.x.dim() == 3 else 1
 
     @property
@@ -62,11 +63,12 @@ class Rows:
 
     @property
     def rows(self) -> int:
+        """Number of rows in all batches."""
         return self.batches * self.tokens
 
     @property
     def columns(self) -> int:
-        """Columns of the result."""
+        """Number of columns of the result."""
         gated = self.activation is not None and self.activation.is_gated
         return self.x.shape[-1] // 2 if gated else self.x.shape[-1]
 
@@ -76,14 +78,17 @@ class Rows:
         return (*self.x.shape[:-1], self.columns)
 
     def values(self) -> Tensor:
-        """The result in float32, in torch: the twin of the kernels' loads."""
+        """Compute the result in float32 with PyTorch, as the kernels do while loading."""
         wide = self.x.float()
         if self.bias is not None:
             wide = wide + self._bias_rows().float()
         return wide if self.activation is None else apply_moe_activation(self.activation, wide, self.params)
 
     def in_use(self) -> Tensor | None:
-        """Bool [..., 1], broadcasting against the result: which rows are in use; None for all of them."""
+        """Return whether each row is valid, as bool [..., 1]; None if all are.
+
+        The result broadcasts to the shape of the values.
+        """
         if self.row_counts is None:
             return None
         counts = self.row_counts.view(-1, 1) if self.x.dim() == 3 else self.row_counts
@@ -104,7 +109,7 @@ class Rows:
         return torch.where(known[:, None], rows, 0.0).view(self.x.shape)
 
     def kernel_arguments(self, out: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
-        """(x, bias, S, P) as the kernels of `_quantize_kernels` take them."""
+        """Return (x, bias, S, P) as the kernels of `_quantize_kernels` take them."""
         bias, experts = self.bias, self.row_experts
         if bias is not None:
             bias = bias.contiguous().view(1, -1) if bias.dim() == 1 else bias.contiguous()
@@ -120,7 +125,7 @@ class Rows:
             *(_row_strides(scale) if scale is not None else (0, 0)),
             0 if bias is None or shared else bias.stride(0),
             experts,
-            # one bias for all: any batch number is a row of it, at stride 0
+            # a shared bias has stride 0, so that every batch number is valid
             self.batches if shared else (0 if bias is None else bias.shape[0]),
             self.row_counts,
         )
@@ -134,7 +139,7 @@ class Rows:
         return self.x, bias, places, parameters
 
     def constants(self) -> dict[str, Any]:
-        """The constants that go with :meth:`kernel_arguments`."""
+        """Return the constexpr arguments that accompany :meth:`kernel_arguments`."""
         activation = self.activation
         return {
             "ACTIVATION": activation.value.removesuffix("_no_mul") if activation is not None else "",
@@ -145,12 +150,12 @@ class Rows:
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:
-    """Strides per batch and per row of [M, C] or [B, T, C]."""
+    """Return the strides per batch and per row of [M, C] or [B, T, C]."""
     return (x.stride(0), x.stride(1)) if x.dim() == 3 else (0, x.stride(0))
 
 
 def check_output(name: str, out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
-    """Raise :class:`TensorError` unless ``out`` can be written as [..., C] with contiguous columns."""
+    """Raise :class:`TensorError` unless ``out`` is writable as [..., C] with contiguous columns."""
     check_shape(name, out, shape)
     check_dtype(name, out, dtypes)
     if out.device != like.device:

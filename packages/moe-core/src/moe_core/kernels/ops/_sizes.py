@@ -1,13 +1,16 @@
-"""Sizes of tiles."""
+"""Tile size arithmetic."""
 
 from __future__ import annotations
 
 
 def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below ``value``; 1 for 0 and less."""
+    """Return the smallest power of two not below ``value``; 1 for 0 and negative values."""
     return 1 << max(value - 1, 0).bit_length()
 
 
 def max_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """Most tiles that ``pairs`` rows over ``experts`` experts can make: each expert may have one partial tile."""
+    """Return the largest number of tiles for ``pairs`` rows.
+
+    Each expert has at most one partial tile.
+    """
     return min(experts, pairs) + pairs // block_m

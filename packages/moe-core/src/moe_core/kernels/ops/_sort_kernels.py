@@ -1,9 +1,10 @@
-"""Device code of `moe_core.kernels.ops.sort`: group (token, slot) pairs by expert, and quantise rows beside it.
+"""Kernels of `moe_core.kernels.ops.sort`: group pairs by expert, and quantize rows.
 
-Pairs are cut into chunks, with a program for each.  A pair's place is the number of pairs of lower experts, plus those
-of its expert in earlier chunks, plus those of its expert before it in the chunk.  So the order within an expert is the
-order of the pairs, whatever the timing: no atomics in memory, the same result on every run.  Up to a few thousand pairs
-every program counts all of them by itself; beyond that a first launch counts each chunk.
+Both happen in the same launch. Pairs are split into chunks, with one program per chunk. The position of a pair is the
+number of pairs of lower experts, plus those of its expert in earlier chunks, plus those of its expert before it in the
+chunk. The order within an expert is thus the order of the pairs, regardless of timing: no atomics in memory, and the
+same result on every run. Up to a few thousand pairs every program counts all of them; beyond that a first launch counts
+each chunk.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import triton.language as tl
 
 from moe_core.kernels.device.pdl import begin_pdl
 
-# what one launch does
-SORT = tl.constexpr(0)  # everything: each program counts all pairs by itself
+# modes of a launch
+SORT = tl.constexpr(0)  # everything: each program counts all pairs
 COUNT = tl.constexpr(1)  # counts only, for SCATTER in a second launch
 SCATTER = tl.constexpr(2)
-TINY = tl.constexpr(3)  # everything, for at most BLOCK_P pairs, with a program for each expert
+TINY = tl.constexpr(3)  # everything, for at most BLOCK_P pairs, with one program per expert
 
 
 @triton.jit
 def local_expert(ids, expert_map, pair, mask, num_ids, num_experts, HAS_MAP: tl.constexpr):
-    """Local expert of each pair, or -1: id or mapped id out of range, or no such pair."""
-    # ids may have 64 bits: compared before they are cut
+    """Return the local expert of each pair, or -1.
+
+    It is -1 if the id or the mapped id is out of range, or the pair is masked.
+    """
+    # ids may have 64 bits: compare before truncation
     expert = tl.load(ids + pair, mask=mask, other=-1)
     known = mask & (expert >= 0) & (expert < num_ids)
     if HAS_MAP:
@@ -34,7 +38,7 @@ def local_expert(ids, expert_map, pair, mask, num_ids, num_experts, HAS_MAP: tl.
 
 @triton.jit
 def _histogram(expert, BLOCK_E: tl.constexpr):
-    """Pairs of each expert among `expert`, without those of no expert (-1)."""
+    """Count the pairs of each expert among `expert`, ignoring pairs without an expert (-1)."""
     return tl.histogram(tl.maximum(expert, 0), BLOCK_E, mask=expert >= 0)
 
 
@@ -50,7 +54,7 @@ def _count(
     BLOCK_COUNT: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Pairs of each expert among pairs first .. end."""
+    """Count the pairs of each expert among pairs first .. end."""
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for start in range(first, end, BLOCK_COUNT):
         pair = start + tl.arange(0, BLOCK_COUNT)
@@ -61,7 +65,7 @@ def _count(
 
 @triton.jit
 def _add_counts(counts, chunks, me, num_experts, BLOCK_E: tl.constexpr):
-    """(sum of counts [chunks, num_experts] over all chunks, over those before `me`)."""
+    """Sum counts [chunks, num_experts] over all chunks, and over those before `me`."""
     # accumulated as a block: one reduction over warps at the end instead of one per step
     BLOCK_CHUNKS: tl.constexpr = max(4096 // BLOCK_E, 1)
     total = tl.zeros((BLOCK_CHUNKS, BLOCK_E), dtype=tl.int32)
@@ -95,7 +99,10 @@ def _place(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Place pairs begin .. end: `total` pairs of each expert are in all, `earlier` of them before `begin`."""
+    """Place pairs begin .. end.
+
+    `total` is the number of pairs of each expert, `earlier` the number before `begin`.
+    """
     first = tl.cumsum(total, axis=0) - total
     count_tiles = (total + tile_rows - 1) // tile_rows
     first_tile = tl.cumsum(count_tiles, axis=0) - count_tiles
@@ -109,14 +116,14 @@ def _place(
     for start in range(begin, end, BLOCK_P):
         pair = start + lane
         expert = local_expert(ids, expert_map, pair, pair < end, num_ids, num_experts, HAS_MAP)
-        # the block by expert, then pair; the key of dropped pairs is above all others
+        # sorts the block by expert, then pair; the key of dropped pairs is above all others
         key = tl.sort(tl.where(expert >= 0, expert, num_experts) * BLOCK_P + lane)
         pair = start + key % BLOCK_P
         expert = key // BLOCK_P
         known = expert < num_experts
         own = _histogram(tl.where(known, expert, -1), BLOCK_E)
         expert = tl.where(known, expert, 0)
-        # `lane` counts lower experts of the block too
+        # `lane` also counts the pairs of lower experts in the block
         rank = lane + tl.gather(earlier - (tl.cumsum(own, axis=0) - own), expert, axis=0)
         row = rank + tl.gather(first, expert, axis=0)
         tl.store(sorted_pairs + row, pair, mask=known)
@@ -145,7 +152,10 @@ def _sort_tiny(
     HAS_MAP: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The part of expert `me`: ranks from a BLOCK_P x BLOCK_P comparison instead of histograms and scans."""
+    """Sort the pairs of expert `me`, for few pairs.
+
+    Ranks come from a BLOCK_P x BLOCK_P comparison instead of histograms and scans.
+    """
     pair = tl.arange(0, BLOCK_P)
     expert = local_expert(ids, expert_map, pair, pair < num_pairs, num_ids, num_experts, HAS_MAP)
     # the same vector along the other dimension
@@ -174,18 +184,24 @@ def _sort_tiny(
 
 @triton.jit
 def load_columns(rows, row, column, mask):
-    """`column` of rows of x where `mask`, as they are stored; what is beyond the last of `columns` counts as 0."""
+    """Load `column` of rows of x where `mask`, without conversion.
+
+    Columns beyond the last of `columns` are 0.
+    """
     columns = rows.columns
     if rows.single:
-        # a constant, from which all other columns are known to be 0: `ptxas` 12.8 breaks down over their codes or
-        # makes other numbers of them. Grids have no third axis, which compilers do not know
+        # columns would be a constant, so the other columns were known to be 0; `ptxas` 12.8 then crashes or miscompiles
+        # their codes. Adding program_id(2), always 0, hides the constant from the compiler
         columns += tl.program_id(2)
     return tl.load(rows.x + row * rows.stride_x + column, mask=mask & (column < columns), other=0.0)
 
 
 @triton.jit
 def groups_of(rows, index):
-    """(row, group, columns) of groups `index` of rows, a `RowsForKernels`, `width` columns each, counted row by row."""
+    """Return (row, group, columns) of groups `index` of `rows`, a `RowsForKernels`.
+
+    Groups are counted row by row, in rows of `width` columns.
+    """
     groups = tl.cdiv(rows.width, rows.group)
     row = index // groups
     group = index % groups
@@ -194,7 +210,7 @@ def groups_of(rows, index):
 
 @triton.jit
 def store_groups(rows, quantized, scale, row, group, columns, mask):
-    """Write groups of `groups_of` and their scales to `row` where `mask`."""
+    """Store the groups of `groups_of` and their scales in `row` where `mask`."""
     if rows.out is not None:
         stored = mask[:, None]
         if not rows.even:
@@ -206,9 +222,9 @@ def store_groups(rows, quantized, scale, row, group, columns, mask):
 
 @triton.jit
 def quantize_groups(rows, row, group, columns, used, expert):
-    """Quantise groups of `groups_of` where they are `used`; `quantize` gets `expert` [groups, 1].
+    """Quantize the groups of `groups_of` where they are `used`.
 
-    `out` None keeps the scales alone, `scales` None the values.
+    `quantize` gets `expert` [groups, 1]. `out` None keeps only the scales, `scales` None only the values.
     """
     tile = load_columns(rows, row[:, None], columns, used[:, None]).to(tl.float32)
     quantized, scale = rows.quantize(tile, rows.arguments, expert, 1)
@@ -242,12 +258,13 @@ def sort_kernel(
     BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. sorters - 1 sort, the others quantise `rows`; all of them write zeros to `zero`.
+    """Sort pairs by expert, and quantize rows in the same launch.
 
-    A sorter has an expert when MODE is TINY, else `chunk` pairs, which BLOCK_P divides.
+    Programs 0 .. sorters - 1 sort, the others quantize `rows`; all of them write zeros to `zero`. A sorter handles one
+    expert if MODE is TINY, else `chunk` pairs, a multiple of BLOCK_P.
 
     Writes tiles, offsets, sorted_pairs and, unless None, positions (the inverse of sorted_pairs) as
-    `moe_core.kernels.gemm.tiles.schedule` reads them, or counts [sorters, E] when MODE is COUNT.
+    `moe_core.kernels.gemm.tiles.schedule` reads them, or counts [sorters, E] if MODE is COUNT.
     """
     begin_pdl(PDL)
     me = tl.program_id(0)

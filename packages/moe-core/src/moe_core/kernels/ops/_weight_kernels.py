@@ -1,11 +1,11 @@
-"""Device code of `moe_core.kernels.ops.quantize_weights`.
+"""Kernels of `moe_core.kernels.ops.quantize_weights`.
 
-Weights are [E, parts * part_rows, cols]: `parts` stacked matrices per expert, each with scales of its own.  Values are
-read once (twice where one scale spans the matrix) and written once.  Bits are those of
+Weights are [E, parts * part_rows, cols]: `parts` stacked matrices per expert, each with separate scales. Values are
+read once (twice if one scale covers the matrix) and written once. The bits are those of
 `moe_core.reference.quantization`.
 
-A GPU that reads 4 TB/s has about 20 instructions for each value, so few are spent: one for the largest magnitude (the
-maximum that propagates NaN takes magnitudes for free), four for a quotient, none to saturate.
+A GPU that reads 4 TB/s has a budget of about 20 instructions per value, so few are spent: one for the largest magnitude
+(the maximum that propagates NaN takes magnitudes for free), four for a quotient, none to saturate.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ _SIGN = tl.constexpr(-0x80000000)
 
 @triton.jit
 def codes_of(x, bits, CODE: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr):
-    """(codes of float32 x, float32 scale) of groups whose largest magnitudes are `bits`, of which none is left out.
+    """Return the codes and scales of float32 x, for largest magnitudes `bits` of its groups.
 
-    Quotients then are at most 448 * (1 + 2**-23), which e4m3 rounds to 448: nothing is left to saturate.
+    `bits` must cover every value. Quotients are then at most 448 * (1 + 2**-23), which e4m3 rounds to 448, so no
+    saturation is needed.
     """
     if CODE == "e4m3" and SCALE == "e8m0" and not INTERPRET:
-        # 2**ceil(log2(amax / 448)) by integers: 448 is 1.75 * 2**8, and beyond 1.75 * 2**n the exponent goes up
+        # 2**ceil(log2(amax / 448)) in integer arithmetic: 448 is 1.75 * 2**8, and beyond 1.75 * 2**n the exponent goes
+        # up
         floor = tl.full(bits.shape, AMAX_FLOOR, tl.float32).to(tl.int32, bitcast=True)
         exponent = ((tl.maximum(bits, floor) + 0x1FFFFF) >> 23) - 8
         finite = bits < 0x7F800000
@@ -46,7 +48,7 @@ def codes_of(x, bits, CODE: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constex
     scale = scale_of(bits, CODE, SCALE)
     divisor, inverse = divisor_of(scale)
     if CODE == "e4m3" and not INTERPRET:
-        # as `divide_by`; a zero gets its sign back with one instruction
+        # like `divide_by`; one instruction restores the sign of zeros
         quotient = x * inverse
         quotient = tl.fma(tl.fma(-quotient, divisor, x), tl.broadcast_to(inverse, x.shape), quotient)
         signed = quotient.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)
@@ -68,12 +70,15 @@ def run_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS runs of `size` <= TILE values that follow one another per program, a scale for each: scales [runs]."""
+    """Quantize ROWS runs of consecutive values per program.
+
+    A run has `size` <= TILE values and one scale: scales [runs].
+    """
     first = tl.program_id(0) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, TILE)[None, :]
     inside = (first + row < runs) & (column < size)
-    # 64 bits for where a program begins, 32 within
+    # 64-bit offset of the program, 32-bit offsets within
     w += first.to(tl.int64) * size
     out += first.to(tl.int64) * size
     place = row * size + column
@@ -85,21 +90,24 @@ def run_kernel(
 
 @triton.jit
 def pair_kernel(w, out, scales, runs, SIZE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
-    """ROWS runs of SIZE values per program: e2m1 codes, two in a byte, the even one low, and an e8m0 scale for each."""
+    """Quantize ROWS runs of SIZE values per program to e2m1 with e8m0 scales.
+
+    A byte holds two codes, the even one in the low bits.
+    """
     first = tl.program_id(0) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, SIZE)[None, :]
     byte = tl.arange(0, SIZE // 2)[None, :]
     inside = first + row < runs
-    # 64 bits for where a program begins, 32 within
+    # 64-bit offset of the program, 32-bit offsets within
     w += first.to(tl.int64) * SIZE
     out += first.to(tl.int64) * (SIZE // 2)
     x = tl.load(w + row * SIZE + column, mask=inside & (column < SIZE), other=0.0).to(tl.float32)
     scale = scale_of(largest_magnitude(x, 1, True), "e2m1", "e8m0")
-    # a product with a power of two is as exact as the quotient; scales are rounded up, so that none is above 6
+    # a product with a power of two is as exact as the quotient; scales are rounded up, so no value exceeds 6
     rounded = round_e2m1(tl.abs(x * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True)))
     bits = rounded.to(tl.int32, bitcast=True)
-    # exponent and first bit of the mantissa; 0.5 is subnormal
+    # the code is the exponent and the first mantissa bit; 0.5 is subnormal
     codes = tl.where(rounded < 1.0, (rounded * 2.0).to(tl.int32), (bits >> 22) - 252)
     codes = (codes & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     low, high = codes.reshape(ROWS, SIZE // 2, 2).split()
@@ -124,7 +132,10 @@ def block_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of ROW x COL values per program, in a tile of powers of two; scales [E, parts, grid rows, columns]."""
+    """Quantize one block of ROW x COL values per program, in a power-of-two tile.
+
+    scales [E, parts, grid rows, columns]
+    """
     block = tl.program_id(0)
     grid_col = block % grid_cols
     grid_row = (block // grid_cols) % grid_rows
@@ -132,13 +143,13 @@ def block_kernel(
     row = tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_COLS)[None, :]
     inside = (row < tl.minimum(part_rows - grid_row * ROW, ROW)) & (col < tl.minimum(cols - grid_col * COL, COL))
-    # 64 bits for where a block begins, 32 within
+    # 64-bit offset of the block, 32-bit offsets within
     first = (matrix * part_rows + grid_row * ROW) * cols + grid_col * COL
     w += first
     out += first
     place = row * cols + col
     x = tl.load(w + place, mask=inside, other=0.0).to(tl.float32)
-    # down the rows first: most of them are a thread's own
+    # reduce over rows first: most of them are in the same thread
     bits = largest_magnitude(largest_magnitude(x, 0, True).to(tl.float32, bitcast=True), 1, True)
     codes, scale = codes_of(x, bits, CODE, SCALE, out.dtype.element_ty)
     tl.store(out + place, codes, mask=inside)
@@ -148,9 +159,9 @@ def block_kernel(
 
 @triton.jit
 def matrix_amax_kernel(w, bits, count, chunks, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
-    """Largest magnitude (as bits) of contiguous matrices of `count` values: bits [matrices], zero before.
+    """Compute the largest magnitude (as bits) of contiguous matrices of `count` values.
 
-    One program per chunk of STEPS * BLOCK values.
+    The result bits [matrices] must be zero before. One program per chunk of STEPS * BLOCK values.
     """
     matrix = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * (STEPS * BLOCK)
@@ -168,7 +179,10 @@ def matrix_amax_kernel(w, bits, count, chunks, BLOCK: tl.constexpr, STEPS: tl.co
 def matrix_codes_kernel(
     w, out, scales, bits, count, chunks, BLOCK: tl.constexpr, CODE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Codes of contiguous matrices of `count` values, and their scales [matrices] from the largest magnitudes."""
+    """Quantize contiguous matrices of `count` values.
+
+    The scales [matrices] follow from the largest magnitudes.
+    """
     matrix = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     start = chunk.to(tl.int64) * BLOCK

@@ -16,7 +16,7 @@ from moe_core.kernels.ops._weight_kernels import (
 )
 from moe_core.spec.numerics import is_e8m0
 
-#: values per program of the kernels that walk over whole matrices, and steps of the one that only reads
+#: values per program of the kernels that traverse whole matrices, and steps of the one that only reads
 _CHUNK = 4096
 _STEPS = 8
 
@@ -29,7 +29,7 @@ _BLOCK_THREAD_VALUES = 128
 
 
 def launch_runs(w: Tensor, out: Tensor, scale: Tensor, *, size: int, code: str) -> None:
-    """Run `run_kernel` on contiguous ``w``: one scale for ``size`` values that follow one another."""
+    """Launch `run_kernel` on contiguous ``w``: one scale per ``size`` consecutive values."""
     runs, tile = w.numel() // size, power_of_two(size)
     rows = max(1, min(_RUN_VALUES // tile, power_of_two(runs)))
     kind = "e8m0" if is_e8m0(scale.dtype) else "float32"
@@ -51,7 +51,7 @@ def launch_runs(w: Tensor, out: Tensor, scale: Tensor, *, size: int, code: str) 
 
 
 def launch_pairs(w: Tensor, out: Tensor, scale: Tensor, *, size: int) -> None:
-    """Run `pair_kernel` on contiguous ``w``: one scale for ``size`` values that follow one another."""
+    """Launch `pair_kernel` on contiguous ``w``: one scale per ``size`` consecutive values."""
     runs = w.numel() // size
     rows = max(1, min(_RUN_VALUES // size, power_of_two(runs)))
     launch(
@@ -69,13 +69,16 @@ def launch_pairs(w: Tensor, out: Tensor, scale: Tensor, *, size: int) -> None:
 
 
 def launch_blocks(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, row: int, col: int, code: str) -> None:
-    """Run `block_kernel` on contiguous ``w`` [E, rows, K], one program per block of ``row`` x ``col``."""
+    """Launch `block_kernel` on contiguous ``w`` [E, rows, K].
+
+    One program handles a block of ``row`` x ``col``.
+    """
     experts, rows, cols = w.shape
     part_rows = rows // parts
     grid_rows, grid_cols = -(-part_rows // row), -(-cols // col)
     tile_rows, tile_cols = power_of_two(row), power_of_two(col)
     kind = "e8m0" if is_e8m0(scale.dtype) else "float32"
-    # addresses of columns that are loaded one by one take as many registers as the values
+    # addresses of columns that are loaded one by one occupy as many registers as the values
     held = _BLOCK_THREAD_VALUES if cols % 16 == 0 else _BLOCK_THREAD_VALUES // 4
     launch(
         block_kernel,
@@ -99,7 +102,10 @@ def launch_blocks(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, row: int
 
 
 def launch_matrices(w: Tensor, out: Tensor, scale: Tensor, *, parts: int, code: str) -> None:
-    """One scale for each of the ``parts`` matrices of ``w`` [E, rows, K], contiguous: two launches."""
+    """Quantize each of the ``parts`` matrices with one scale, in two launches.
+
+    ``w`` [E, rows, K] is contiguous.
+    """
     matrices = w.shape[0] * parts
     count = w.numel() // matrices
     bits = torch.zeros(matrices, dtype=torch.int32, device=w.device)

@@ -1,4 +1,4 @@
-"""The activation between the two products of an expert as one kernel, with bias."""
+"""Fused activation between the two GEMMs of an expert, with bias."""
 
 from __future__ import annotations
 
@@ -22,14 +22,25 @@ def fused_activation(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """``activation(x + bias)``: ``x`` [P, 2N] (gated; else [P, N]) or batched [B, T, 2N] -> [P, N] or [B, T, N].
+    """Compute ``activation(x + bias)`` in one kernel.
 
-    - ``x``: bfloat16, float16 or float32, any strides; computed in float32 and rounded once, to ``out``'s dtype
-    - ``bias``: [2N] for every row, or [E, 2N] with ``row_experts`` [P] naming each row's expert (none: id out of
-      range); in the batched form row b of the bias goes with batch b unless ``row_experts`` [B * T] is given
-    - ``row_counts``: int [B] (or [1] for [P, 2N]), rows in use; rows beyond are neither read nor written
-    - ``out``: default a new tensor of ``x``'s dtype
-    - ``pdl``: start before the kernel before has ended (sm_90 and later)
+    The computation is in float32 and is rounded once, to the dtype of ``out``.
+
+    Args:
+        activation: Activation function.
+        x: Input [P, 2N] (gated) or [P, N], or batched [B, T, 2N]; bfloat16, float16 or float32, any strides.
+        params: Parameters of the activation.
+        bias: Bias [2N] for every row, or [E, 2N] per expert. In the batched form row b of the bias applies to batch b
+            unless ``row_experts`` is given.
+        row_experts: Expert of each row [P] ([B * T] in the batched form), for a bias per expert. Ids out of range have
+            no bias.
+        row_counts: Number of valid rows, integer [B] (or [1] for [P, 2N]). Later rows are neither read nor written.
+        out: Tensor to write to; a new tensor of the dtype of ``x`` by default.
+        pdl: Use programmatic dependent launch: start before the previous kernel has ended (sm_90 and later).
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        Result [P, N] or [B, T, N].
     """
     rows = Rows(x, activation, params, bias, row_experts, row_counts)
     if out is None:

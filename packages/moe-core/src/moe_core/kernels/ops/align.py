@@ -1,7 +1,8 @@
-"""Rows by expert with every expert's first row at a multiple of the tile height.
+"""Pairs sorted by expert, with the first row of each expert aligned to the tile height.
 
-Grouped GEMMs of libraries want it so: each tile of rows belongs to one expert.  The tiles are those of
-`moe_core.kernels.ops.sort`, so the number of rows is bounded by shapes alone: CUDA-graph safe, no host synchronisation.
+Grouped GEMMs of libraries require this layout: each tile of rows belongs to one expert. The tiles are those of
+`moe_core.kernels.ops.sort`, so shapes alone bound the number of rows. This is safe under CUDA-graph capture and needs
+no host synchronization.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from moe_core.spec.workspace import WorkspaceSpec
 
 @dataclass(frozen=True, eq=False)
 class AlignedRows:
-    """Where the (token, slot) pairs are among R rows.
+    """Assignment of the (token, slot) pairs to R rows.
 
-    - ``index`` [R] int32: the pair token * k + slot of each row, -1 for rows of none
-    - ``row_experts`` [R] int32: the expert of each row's tile, -1 behind the last tile in use
-    - ``positions`` [M * k] int32: the row of each pair; not written for pairs of no local expert
-    - ``count`` [1] int32: rows of the tiles in use
+    Attributes:
+        index: Pair token * k + slot of each row [R], int32; -1 for padding rows.
+        row_experts: Expert of each row's tile [R], int32; -1 after the last valid tile.
+        positions: Row of each pair [M * k], int32; not written for pairs without a local expert.
+        count: Number of rows in valid tiles [1], int32.
     """
 
     index: Tensor
@@ -35,12 +37,30 @@ class AlignedRows:
 
 
 def aligned_rows(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Most rows that ``num_pairs`` pairs over ``num_experts`` experts can need."""
+    """Return the largest number of rows that the aligned layout can need.
+
+    Args:
+        num_pairs: Number of pairs.
+        num_experts: Number of experts.
+        block_m: Rows per tile.
+
+    Returns:
+        Upper bound of the number of rows.
+    """
     return max_tiles(num_pairs, num_experts, block_m) * block_m
 
 
 def align_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
-    """Scratch tensors of `align_pairs` for at most ``num_pairs`` pairs."""
+    """Return the workspaces of `align_pairs`.
+
+    Args:
+        num_pairs: Largest number of pairs.
+        num_experts: Number of local experts.
+        block_m: Rows per tile.
+
+    Returns:
+        Specifications of the tensors that `align_pairs` takes as ``workspace``.
+    """
     rows = aligned_rows(num_pairs, num_experts, block_m)
     return (
         *sort_workspaces(num_pairs, num_experts, block_m),
@@ -59,9 +79,19 @@ def align_pairs(
     workspace: Mapping[str, Tensor],
     expert_map: Tensor | None = None,
 ) -> AlignedRows:
-    """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) by local expert into tiles of ``block_m`` rows.
+    """Sort the pairs of a routed batch by local expert into aligned tiles.
 
-    An id that selects no local expert (see `moe_core.kernels.ops.sort`) has no row.  ``block_m`` is a power of two.
+    An id that selects no local expert (see `moe_core.kernels.ops.sort`) gets no row.
+
+    Args:
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous.
+        num_experts: Number of local experts.
+        block_m: Rows per tile, a power of two.
+        workspace: Tensors of `align_workspaces`, by name.
+        expert_map: Local expert number of each global id.
+
+    Returns:
+        The rows, views of ``workspace``.
     """
     from moe_core.kernels.ops._align_kernels import align_kernel
 
@@ -98,10 +128,19 @@ def local_ids(
     none: int = -1,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """``topk_ids`` [M, k] (int32 or int64, contiguous) as ids of local experts, in ``out`` [M, k] int32.
+    """Map expert ids to local expert numbers, with one marker for ids without one.
 
-    An id that is negative, at least the number of global experts, or mapped by ``expert_map`` [E global] to no local
-    expert becomes ``none``: for libraries that take one contiguous range of experts, or trust their input.
+    This is for libraries that support only one contiguous range of experts, or that do not validate their input.
+
+    Args:
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous.
+        num_experts: Number of local experts.
+        out: Output [M, k], int32.
+        none: Marker for ids that are negative, too large, or mapped to no local expert.
+        expert_map: Local expert number of each global id [E global].
+
+    Returns:
+        ``out``.
     """
     from moe_core.kernels.ops._align_kernels import local_ids_kernel
 

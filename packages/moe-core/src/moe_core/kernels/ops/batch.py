@@ -1,10 +1,9 @@
-"""Tiles of rows that arrive grouped by expert: the batched activation format.
+"""Tiles of the batched activation format, in which rows arrive grouped by expert.
 
-    rows      [E * T_max, K]  row r of expert e is e * T_max + r; counts[e] of them are in use
-    offsets   [E + 1] int32   offsets[e + 1] is the row behind the last one in use of expert e; offsets[0] is not set
-    tiles     [2 + 2T] int32  as `moe_core.kernels.ops.sort` writes them: tiles[0] tiles of block_m rows; tile t belongs
-    to
-                              expert tiles[2 + 2t], its first row is tiles[3 + 2t]; T = `Batch.max_tiles`
+    rows      [E * T_max, K]  row r of expert e is e * T_max + r; the first counts[e] of them are valid
+    offsets   [E + 1] int32   offsets[e + 1] is the row after the last valid one of expert e; offsets[0] is not set
+    tiles     [2 + 2T] int32  as `moe_core.kernels.ops.sort` writes them: tiles[0] tiles of block_m rows; expert and
+                              first row of tile t are tiles[2 + 2t] and tiles[3 + 2t]; T = `Batch.max_tiles`
 
 Counts stay on the device: sizes depend on shapes alone.
 """
@@ -25,21 +24,27 @@ from moe_core.spec.workspace import WorkspaceSpec
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """``counts`` [E] int32: rows in use of each local expert, of ``capacity`` T_max."""
+    """Rows in the batched format.
+
+    Attributes:
+        counts: Valid rows of each local expert [E], int32.
+        capacity: Rows per expert, T_max.
+    """
 
     counts: Tensor
     capacity: int
-    #: results are not weighted
+    #: router weights are not applied in this format
     weights: ClassVar[None] = None
     weight_on_input: ClassVar[bool] = False
 
     @property
     def num_experts(self) -> int:
+        """Number of local experts."""
         return self.counts.numel()
 
     @property
     def num_pairs(self) -> int:
-        """Rows of all buffers, in use or not."""
+        """Number of rows in all buffers, valid or not."""
         return self.num_experts * self.capacity
 
     @property
@@ -53,12 +58,28 @@ class Batch:
         return "batched", (self.counts, self.capacity)
 
     def max_tiles(self, block_m: int) -> int:
-        """Most tiles of so many rows."""
+        """Return the largest possible number of tiles.
+
+        Args:
+            block_m: Rows per tile.
+
+        Returns:
+            Upper bound of the number of tiles.
+        """
         return self.num_experts * -(-self.capacity // block_m)
 
 
 def batch_workspaces(num_experts: int, capacity: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
-    """Scratch tensors of `batch_rows` for tiles of at least ``block_m`` rows."""
+    """Return the workspaces of `batch_rows`.
+
+    Args:
+        num_experts: Number of local experts.
+        capacity: Rows per expert, T_max.
+        block_m: Smallest number of rows per tile.
+
+    Returns:
+        Specifications of the tensors that `batch_rows` takes as ``workspace``.
+    """
     tiles = num_experts * -(-capacity // block_m)
     return (
         WorkspaceSpec("batch_tiles", (2 + 2 * tiles,), torch.int32),
@@ -75,9 +96,18 @@ def batch_rows(
     zero: Tensor | None = None,
     pdl: bool = False,
 ) -> Schedule:
-    """List the tiles of ``batch`` and quantise ``rows`` (x [E * T_max, K]) in one launch, with the Triton kernel.
+    """List the tiles of a batch, and optionally quantize its rows, in one launch.
 
-    ``zero`` (int32, contiguous) is filled with zeros.  Counts are taken as between 0 and T_max.
+    Args:
+        batch: The batch. Its counts must be between 0 and T_max; this is not checked.
+        block_m: Rows per tile.
+        workspace: Tensors of `batch_workspaces`, by name.
+        rows: Rows to quantize in the same launch, x [E * T_max, K].
+        zero: Tensor (int32, contiguous) to fill with zeros.
+        pdl: Use programmatic dependent launch.
+
+    Returns:
+        The schedule, views of ``workspace``.
     """
     import triton
 

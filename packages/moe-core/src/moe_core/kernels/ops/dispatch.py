@@ -1,15 +1,19 @@
-"""Tokens packed for an all-to-all, each once for every rank that has some of its experts, or for an all-gather.
+"""Pack and unpack tokens for an all-to-all or an all-gather between expert-parallel ranks.
+
+For an all-to-all, each token is packed once per rank that holds some of its experts:
 
     positions, counts = count_destinations(topk_ids, tables, ranks=8)       # counts: to the host, for the all-to-all
-    rows, places = pack_tokens(x, ..., positions, counts, rows=sum(counts)) # quantised straight into the send buffer
+    rows, places = pack_tokens(x, ..., positions, counts, rows=sum(counts)) # quantized straight into the send buffer
     ... all-to-all, experts, all-to-all back: back [rows, K] ...
     reduce_pairs(back, places, len(back), output, rows=places)              # float32, ranks ascending
 
-    rows = pack_all(x, ..., rows=most)                                      # for an all-gather
-    came = unpack(gathered, code, top_k, held=(first, count))                # what arrived, with local expert numbers
+For an all-gather, each token is packed once:
 
-Kernels only; the twins are `ReplicaTables.choose` and `quantize_activation`.  The same tokens give the same bytes at
-the same places on every run.
+    rows = pack_all(x, ..., rows=most)
+    came = unpack(gathered, code, top_k, held=(first, count))                # received tokens, local expert numbers
+
+The module contains kernel launches only; the PyTorch references are `ReplicaTables.choose` and `quantize_activation`.
+Results are deterministic: the same tokens give the same bytes at the same positions on every run.
 """
 
 from __future__ import annotations
@@ -32,13 +36,20 @@ if TYPE_CHECKING:
 def count_destinations(
     topk_ids: Tensor, tables: ReplicaTables, *, ranks: int, copies: int = 1, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(positions [M, ranks], counts [ranks]), both int32: which tokens go to which rank, numbered in their order.
+    """Count the tokens for each rank and number them in token order.
 
-    A token goes to a rank once, however many of its experts are there; position -1: not at all.
+    A token goes to a rank once, however many of its experts are there.
 
-    - ``topk_ids`` [M, k] int32 or int64, contiguous; ids out of range go nowhere
-    - ``tables``: where experts are; ``offset``: see there
-    - ``ranks`` that exchange tokens; ``copies`` of them in a row get the tokens of one expert-parallel rank
+    Args:
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous. Ids out of range go nowhere.
+        tables: Location of the experts.
+        ranks: Number of ranks that exchange tokens.
+        copies: Number of consecutive ranks that all receive the tokens of one expert-parallel rank.
+        offset: Number of the first token; replicas of an expert are chosen by token number.
+
+    Returns:
+        ``(positions, counts)``: ``positions`` [M, ranks] int32, the number of the token among those for the rank, or -1
+        where it does not go there; ``counts`` [ranks] int32, tokens per rank.
     """
     from moe_core.kernels.ops._dispatch_kernels import position_kernel
     from moe_core.kernels.ops._dispatch_launch import table_arguments
@@ -81,15 +92,27 @@ def pack_tokens(
     offset: int = 0,
     adapter_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(packed [rows, :attr:`TokenLayout.nbytes` of :meth:`TokenLayout.rows`] uint8, places [M, ranks] int32).
+    """Pack tokens for an all-to-all, quantized as ``code`` specifies.
 
-    Rank after rank, each one's tokens in their order; expert numbers are the local ones of the rank, -1 for slots of
-    others.  ``places``: the row of each token for each rank, -1 where it does not go.
+    The rows are ordered by rank, and by token within a rank. Expert numbers are local to the destination rank; slots
+    whose expert is on another rank are -1.
 
-    - ``x`` [M, K], contiguous columns; ``code`` says how it is stored
-    - ``topk_weights`` [M, k] float32, contiguous; ``adapter_ids`` [M] int32
-    - ``positions``, ``counts`` of :func:`count_destinations` with the same ``tables``, ``copies`` and ``offset``
-    - ``rows``: the sum of ``counts``, which the host knows
+    Args:
+        x: Hidden states [M, K] with contiguous columns.
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous.
+        topk_weights: Router weights [M, k], float32, contiguous.
+        tables: Location of the experts.
+        code: Storage format of the hidden states.
+        positions: Result [M, ranks] of :func:`count_destinations` for the same ``tables``, ``copies`` and ``offset``.
+        counts: Tokens per rank [ranks], int32, from the same call.
+        rows: Sum of ``counts``, which the host knows.
+        copies: As in :func:`count_destinations`.
+        offset: As in :func:`count_destinations`.
+        adapter_ids: LoRA adapter of each token [M], int32.
+
+    Returns:
+        ``(packed, places)``: ``packed`` [rows, :attr:`TokenLayout.nbytes` of :meth:`TokenLayout.rows`] uint8;
+        ``places`` [M, ranks] int32, the row of each token for each rank, or -1 where it does not go there.
     """
     from moe_core.kernels.ops._dispatch_launch import launch_dispatch
 
@@ -119,9 +142,16 @@ def pack_tokens(
 
 
 def held_experts(topk_ids: Tensor, tables: ReplicaTables, held: tuple[int, int], *, offset: int = 0) -> Tensor:
-    """[M, k] int32: local numbers of the experts that a rank computes of tokens that all ranks have; else -1.
+    """Map expert ids to local expert numbers of a rank, for tokens that all ranks have.
 
-    ``held``: (first number, how many) of the rank's experts in the tables' ``slots``; ``topk_ids`` [M, k] contiguous.
+    Args:
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous.
+        tables: Location of the experts.
+        held: ``(first, count)`` of the rank's experts in the tables' ``slots``.
+        offset: Number of the first token; replicas of an expert are chosen by token number.
+
+    Returns:
+        Local expert numbers [M, k] int32; -1 for experts that the rank does not compute.
     """
     from moe_core.kernels.ops._dispatch_launch import table_arguments
     from moe_core.kernels.ops._gather_kernels import held_kernel
@@ -157,10 +187,24 @@ def pack_all(
     adapter_ids: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[rows, :attr:`TokenLayout.nbytes` of :meth:`TokenLayout.rows`] uint8: every token once, for all ranks.
+    """Pack every token once, for an all-gather to all ranks.
 
-    Expert numbers are those of the tables' ``slots``, -1 for ids out of range.  Rows behind the last token have zeros
-    and experts -1.  Arguments as of :func:`pack_tokens`.  ``out``: where they are written, by default new memory.
+    Expert numbers are those of the tables' ``slots``, -1 for ids out of range. Rows after the last token are zero and
+    have experts -1.
+
+    Args:
+        x: Hidden states [M, K] with contiguous columns.
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous.
+        topk_weights: Router weights [M, k], float32, contiguous.
+        tables: Location of the experts.
+        code: Storage format of the hidden states.
+        rows: Number of rows to write, at least M.
+        offset: As in :func:`pack_tokens`.
+        adapter_ids: LoRA adapter of each token [M], int32.
+        out: Tensor to write to; allocated by default.
+
+    Returns:
+        Packed rows [rows, :attr:`TokenLayout.nbytes` of :meth:`TokenLayout.rows`] uint8.
     """
     from moe_core.kernels.ops._dispatch_launch import code_constants, table_arguments, tile
     from moe_core.kernels.ops._gather_kernels import gather_kernel
@@ -194,8 +238,14 @@ def pack_all(
 
 @dataclass(frozen=True, eq=False)
 class UnpackedTokens:
-    """``hidden`` [M, K], rows in what was unpacked, with ``scale`` [M, groups] where it is codes; ``weights`` [M, k]
-    float32, ``experts`` [M, k] int32, ``adapters`` [M] int32 or None.
+    """Tokens as :func:`unpack` returns them.
+
+    Attributes:
+        hidden: Hidden states [M, K], a view of the packed rows.
+        scale: Scales [M, groups] if ``hidden`` holds quantized codes, else None.
+        weights: Router weights [M, k], float32.
+        experts: Expert numbers [M, k], int32.
+        adapters: LoRA adapters [M], int32, or None.
     """
 
     hidden: Tensor
@@ -206,7 +256,17 @@ class UnpackedTokens:
 
     @staticmethod
     def empty(packed: Tensor, code: TokenCode, top_k: int, *, adapters: bool = False) -> UnpackedTokens:
-        """For the tokens of ``packed``, whose hidden states are there already."""
+        """Allocate the outputs for the tokens of ``packed``; hidden states are a view of ``packed``.
+
+        Args:
+            packed: Packed rows [M, bytes], uint8.
+            code: Storage format of the hidden states.
+            top_k: Slots per token.
+            adapters: Whether the rows contain adapters.
+
+        Returns:
+            Tokens whose hidden states are already valid; the other tensors are uninitialized.
+        """
         rows, device = packed.shape[0], packed.device
         hidden = packed[:, : code.hidden_nbytes].view(code.code_dtype)
         scale = None if code.key is None else torch.empty((rows, code.groups), dtype=code.scale_dtype, device=device)
@@ -225,11 +285,21 @@ def unpack(
     held: tuple[int, int] | None = None,
     out: UnpackedTokens | None = None,
 ) -> UnpackedTokens:
-    """The tokens of ``packed`` [M, bytes], rows of :func:`pack_tokens` or :func:`pack_all` for ``code``.
+    """Unpack rows of :func:`pack_tokens` or :func:`pack_all`.
 
-    ``held``: (first number, how many) of the experts that this rank has, whose numbers become 0, 1, …; those of others
-    become -1.  None: the numbers stay.  All but the hidden states is copied, by one launch.  ``out``:
-    :meth:`UnpackedTokens.empty` of ``packed``, by default made here.
+    One launch copies everything but the hidden states, which remain a view of ``packed``.
+
+    Args:
+        packed: Packed rows [M, bytes], uint8.
+        code: Storage format of the hidden states, as when packing.
+        top_k: Slots per token.
+        adapters: Whether the rows contain adapters.
+        held: ``(first, count)`` of the experts on this rank: they are renumbered from 0, others become -1.
+            None keeps the numbers.
+        out: Result of :meth:`UnpackedTokens.empty` for ``packed``; allocated by default.
+
+    Returns:
+        The tokens of ``packed``.
     """
     import triton.language as tl
 

@@ -1,4 +1,4 @@
-"""Launches of the shared kernels that the compile session builds for every target."""
+"""Example launches of the shared kernels, for the compile check of every target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,16 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
-    """Routing, activation, quantisation and permutation, in the shapes of real models."""
+    """Yield launches of routing, activation, quantization and permutation.
+
+    The shapes are those of real models.
+
+    Args:
+        target: The device to compile for.
+
+    Returns:
+        The launches that the target supports.
+    """
     yield from _routing()
     yield from _activation()
     if target.kind == "hip" or target.capability >= 89:  # e4m3 conversions

@@ -1,19 +1,22 @@
-"""Tokens between GPUs whose memory is mapped into each other: pushed there, results pushed back, without the host.
+"""Exchange tokens and results between GPUs through peer-mapped memory, without the host.
 
-Each rank has an :class:`ExchangeBuffer` of one size, with a row for each token that each rank may bring.  A call is
+Each rank has an :class:`ExchangeBuffer` of the same size, with one row for each token that each rank may send. A call
+has four steps:
 
-1. :func:`push_tokens`: each rank writes its tokens into the buffers of the ranks of their experts, then signals all
-2. :func:`await_tokens`: until all have signalled; the experts run on ``ranks * capacity`` rows, of which those that
-   nobody sent have experts -1
-3. :func:`push_results`: each writes its part of the results into the buffers of the ranks that the tokens came from,
-   then signals all
-4. :func:`combine_results`: waits for all, and adds the parts in float32, ranks ascending
+1. :func:`push_tokens`: each rank writes its tokens into the buffers of the ranks that hold their experts, then signals
+   all ranks
+2. :func:`await_tokens`: waits until all ranks have signaled; the experts run on ``ranks * capacity`` rows, in which
+   rows without a token have experts -1
+3. :func:`push_results`: each rank writes its partial results into the buffers of the ranks that own the tokens, then
+   signals all ranks
+4. :func:`combine_results`: waits for all ranks and adds the partial results in float32, ranks ascending
 
-Nobody needs a barrier at the end.  Who combines has heard from all ranks that their experts are done with its tokens,
-so it may send new ones; and who pushes results has heard from all that they send new tokens, so that they have combined
-the old results.  That holds for each buffer by itself: calls that are under way at the same time take different ones.
+No final barrier is needed. A rank that combines has received the signal of all ranks that their experts are done with
+its tokens, so it may send new ones. A rank that pushes results has received the signal of all ranks that they are
+sending new tokens, so they have combined the previous results. This holds for each buffer separately: concurrent calls
+use different buffers.
 
-The number of the call is counted on the device, so replays of CUDA graphs go on counting.
+The number of the call is counted on the device, so replays of a CUDA graph continue the count.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
 if TYPE_CHECKING:
     from moe_core.parallel.placement.tables import ReplicaTables
 
-#: of kernels that wait
+#: warps of the kernels that wait
 _WARPS = 4
-#: most ranks: a thread of a block looks at each
+#: largest number of ranks: one thread of a CTA polls the signal of each rank
 MAX_RANKS = 32 * _WARPS
-#: parts of a buffer that are kept as tensors
+#: largest number of cached views of a buffer
 _MOST_VIEWS = 256
-#: columns of a program that moves results
+#: columns per program of the kernels that move results
 _BLOCK = 2048
 
 
@@ -48,9 +51,15 @@ _BLOCK = 2048
 class ExchangeShape:
     """Sizes that all ranks have in common.
 
-    ``ranks`` exchange up to ``capacity`` tokens each, of ``columns`` K values in ``dtype``, with ``top_k`` experts.
-    ``results_room``: bytes that a buffer keeps for results, where calls of several shapes have it: who begins the next
-    call writes tokens while others still add up results of the last one, so these never lie in the same bytes.
+    Attributes:
+        ranks: Number of ranks.
+        capacity: Largest number of tokens that each rank sends.
+        columns: Values per token, K.
+        top_k: Experts per token.
+        dtype: Dtype of hidden states and results.
+        results_room: Bytes that a buffer reserves for results if calls of several shapes share it. Tokens and results
+            must never overlap: a rank that begins the next call writes tokens while others still combine results of the
+            previous call.
     """
 
     ranks: int
@@ -62,50 +71,71 @@ class ExchangeShape:
 
     @property
     def rows(self) -> int:
-        """Tokens that can arrive."""
+        """Largest number of tokens that can arrive."""
         return self.ranks * self.capacity
 
     @property
     def returned(self) -> int:
-        """The byte where results start; signals are before them."""
+        """Byte offset of the results; the signals precede them."""
         return 2 * self.signal_nbytes
 
     @property
     def signal_nbytes(self) -> int:
-        """Of the signals of a step."""
+        """Bytes of the signals of one step."""
         return -(-4 * self.ranks // 128) * 128
 
     @property
     def result_nbytes(self) -> int:
+        """Bytes of one row of results."""
         return self.columns * self.dtype.itemsize
 
     @property
     def results_nbytes(self) -> int:
-        """Bytes for results."""
+        """Bytes reserved for results."""
         return max(self.results_room, -(-self.rows * self.result_nbytes // 256) * 256)
 
     @property
     def arrived(self) -> int:
-        """The byte where tokens start."""
+        """Byte offset of the tokens."""
         return self.returned + self.results_nbytes
 
     def layout(self, code: TokenCode) -> TokenLayout:
-        """Where the tokens lie."""
+        """Return the layout of the tokens in the buffer.
+
+        Args:
+            code: Storage format of the hidden states.
+
+        Returns:
+            Layout with offsets from the start of the buffer.
+        """
         return _layout(self, code)
 
     @property
     def nbytes(self) -> int:
-        """Of a buffer; codes with their scales take no more than the values in 16 bits."""
+        """Bytes of a buffer; quantized codes with their scales take no more than 16-bit values."""
         return self.nbytes_of(TokenCode(self.columns, self.dtype))
 
     def nbytes_of(self, code: TokenCode) -> int:
-        """Of a buffer for tokens as ``code`` alone."""
+        """Return the bytes of a buffer for tokens in one storage format.
+
+        Args:
+            code: Storage format of the hidden states.
+
+        Returns:
+            Size of the buffer.
+        """
         return self.arrived + self.layout(code).nbytes + 256
 
     def check(self, tokens: int, code: TokenCode, room: int | None = None) -> None:
-        """Raise TensorError for more tokens than the capacity, or codes that a buffer of ``room`` bytes can't take.
+        """Check that a call fits the buffers.
 
-        ``room``: default :attr:`nbytes`.
+        Args:
+            tokens: Number of tokens of this rank.
+            code: Storage format of the hidden states.
+            room: Size of the buffer in bytes; :attr:`nbytes` by default.
+
+        Raises:
+            TensorError: If there are more tokens than the capacity, or the tokens do not fit the buffer.
         """
         if tokens > self.capacity:
             raise TensorError(f"hidden_states has {tokens} tokens, the buffers are for {self.capacity} of each rank")
@@ -116,23 +146,26 @@ class ExchangeShape:
 
 @functools.lru_cache(maxsize=512)
 def _layout(shape: ExchangeShape, code: TokenCode) -> TokenLayout:
-    """Asked several times in each call."""
+    """Compute the layout; cached because each call needs it several times."""
     return TokenLayout.parts(code, shape.top_k, shape.rows, shape.arrived)
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeBuffer:
-    """A rank's buffer, and how others' are reached.
+    """A rank's buffer, and the addresses of its peers' buffers.
 
-    - ``memory`` [:attr:`ExchangeShape.nbytes` or more] uint8; signals are 0 at the start
-    - ``addresses`` [ranks + 1] int64, on the device: where each rank's ``memory`` is, as this rank reaches it, and
-      where ``alarm`` is
-    - ``state`` [4 + ranks] int32 on the device, 0 at the start
-    - ``alarm`` [ranks] int32, 0 at the start, in pinned memory: what the device tells the host, the step (1 there, 2
-      back) in which each rank was waited for in vain
-    - ``rank``: this one's number
-    - ``views``: parts of the memory that calls have asked for; ``arrived``: where their tokens are; ``calls``: as calls
-      of other shapes see the buffer
+    Attributes:
+        shape: Common sizes.
+        rank: Number of this rank.
+        memory: Buffer [:attr:`ExchangeShape.nbytes` or more], uint8; the signals are initially 0.
+        addresses: Device tensor [ranks + 1], int64: the address of each rank's ``memory`` as mapped on this rank, then
+            the address of ``alarm``.
+        state: Device tensor [4 + ranks], int32, initially 0.
+        alarm: Tensor [ranks] in pinned memory, int32, initially 0: the step (1 tokens, 2 results) in which waiting for
+            each rank timed out. The device writes it for the host.
+        views: Cached views of the memory.
+        calls: The buffer as seen by calls of other shapes.
+        arrived: Cached views of arrived tokens, by storage format.
     """
 
     shape: ExchangeShape
@@ -147,11 +180,27 @@ class ExchangeBuffer:
 
     @staticmethod
     def state_of(ranks: int, device: torch.device | str) -> Tensor:
+        """Allocate :attr:`state`.
+
+        Args:
+            ranks: Number of ranks.
+            device: Device of the buffer.
+
+        Returns:
+            Zeros [4 + ranks], int32.
+        """
         return torch.zeros((4 + ranks,), dtype=torch.int32, device=device)
 
     @staticmethod
     def meta(shape: ExchangeShape) -> ExchangeBuffer:
-        """Without memory, for launches that are recorded only."""
+        """Create a buffer without memory, for recording launches.
+
+        Args:
+            shape: Common sizes.
+
+        Returns:
+            A buffer on the meta device.
+        """
         memory = torch.empty((shape.nbytes,), dtype=torch.uint8, device="meta")
         addresses = torch.empty((shape.ranks + 1,), dtype=torch.int64, device="meta")
         alarm = torch.empty((shape.ranks,), dtype=torch.int32, device="meta")
@@ -159,11 +208,19 @@ class ExchangeBuffer:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that were waited for in vain; what the device has told so far."""
+        """Ranks for which waiting has timed out, as far as the device has reported."""
         return [rank for rank, step in enumerate(self.alarm.tolist()) if step]
 
     def of_call(self, shape: ExchangeShape, code: TokenCode) -> ExchangeBuffer | None:
-        """The buffer as a call of ``shape`` sees it; None where that does not fit in."""
+        """Return the buffer as seen by a call of another shape.
+
+        Args:
+            shape: Sizes of the call.
+            code: Storage format of the hidden states.
+
+        Returns:
+            The buffer, or None if the call does not fit.
+        """
         found = self.calls.get((shape, code))
         if found is None:
             there = self.shape.results_nbytes
@@ -176,7 +233,16 @@ class ExchangeBuffer:
         return found
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous part of the memory; the same tensor for calls of the same sizes, which saves the host time."""
+        """Return a contiguous view of the memory, cached to save host time.
+
+        Args:
+            start: Byte offset.
+            shape: Shape of the view.
+            dtype: Dtype of the view.
+
+        Returns:
+            The view; the same tensor for the same arguments.
+        """
         found = self.views.get((start, shape, dtype))
         if found is None:
             if len(self.views) >= _MOST_VIEWS:
@@ -188,21 +254,34 @@ class ExchangeBuffer:
 
     @property
     def results(self) -> Tensor:
-        """[rows, columns] of ``shape``: where results come back."""
+        """Results [rows, columns] that ranks have returned."""
         shape = self.shape
         return self.view(shape.returned, (shape.rows, shape.columns), shape.dtype)
 
     def signals(self, step: int) -> Tensor:
-        """[ranks] int32: the call for which each rank has signalled, in step 1 or 2."""
+        """Return the signals of a step.
+
+        Args:
+            step: 1 for tokens, 2 for results.
+
+        Returns:
+            Number of the call for which each rank has signaled [ranks], int32.
+        """
         return self.view((step - 1) * self.shape.signal_nbytes, (self.shape.ranks,), torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class ArrivedTokens:
-    """Views of a buffer: ``hidden`` [R, K] with ``scale`` [R, groups] where it is codes, ``weights`` [R, k] float32,
-    ``experts`` [R, k] int32 local numbers or -1, ``adapters`` [R] int32; R = ranks * capacity.
+    """Views of the tokens in a buffer; R = ranks * capacity rows.
 
-    Of rows without an expert only ``experts`` has a meaning.
+    In rows without an expert only ``experts`` is meaningful.
+
+    Attributes:
+        hidden: Hidden states [R, K].
+        scale: Scales [R, groups] if ``hidden`` holds quantized codes, else None.
+        weights: Router weights [R, k], float32.
+        experts: Local expert numbers [R, k], int32; -1 for none.
+        adapters: LoRA adapters [R], int32.
     """
 
     hidden: Tensor
@@ -213,7 +292,15 @@ class ArrivedTokens:
 
 
 def arrived_tokens(buffer: ExchangeBuffer, code: TokenCode) -> ArrivedTokens:
-    """The tokens in ``buffer``, there after :func:`await_tokens`."""
+    """Return the tokens in a buffer, valid after :func:`await_tokens`.
+
+    Args:
+        buffer: The buffer of this rank.
+        code: Storage format of the hidden states.
+
+    Returns:
+        Views of the buffer.
+    """
     found = buffer.arrived.get(code)
     if found is not None:
         return found
@@ -242,11 +329,25 @@ def push_tokens(
     adapter_ids: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Quantise tokens into the buffers of the ranks of their experts, and signal; places [M, ranks] int32 of results.
+    """Quantize tokens into the buffers of the ranks that hold their experts, and signal.
 
-    Arguments as of :func:`moe_core.kernels.ops.dispatch.pack_tokens`; M is at most the capacity, and may be 0.
-    ``places``: where these are written, by default new memory.
-    Raises TensorError for more tokens, or codes that do not fit the buffer.
+    Args:
+        buffer: The buffer of this rank.
+        x: Hidden states [M, K]; M is at most the capacity and may be 0.
+        topk_ids: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        topk_weights: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        tables: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        code: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        copies: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        offset: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        adapter_ids: As in :func:`moe_core.kernels.ops.dispatch.pack_tokens`.
+        places: Tensor [M, ranks] int32 to write to; allocated by default.
+
+    Returns:
+        Rows [M, ranks] int32 in which the results of each token will arrive.
+
+    Raises:
+        TensorError: If there are more tokens than the capacity, or the tokens do not fit the buffer.
     """
     from moe_core.kernels.ops._dispatch_launch import launch_dispatch
 
@@ -277,7 +378,12 @@ def push_tokens(
 
 
 def await_tokens(buffer: ExchangeBuffer, *, timeout: float) -> None:
-    """Wait on the device, at most ``timeout`` seconds, until all ranks have pushed their tokens."""
+    """Wait on the device until all ranks have pushed their tokens.
+
+    Args:
+        buffer: The buffer of this rank.
+        timeout: Limit in seconds.
+    """
     _wait(buffer, 1, timeout)
 
 
@@ -299,9 +405,15 @@ def _wait(buffer: ExchangeBuffer, step: int, timeout: float) -> None:
 
 
 def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> None:
-    """Write ``partial`` [R, K], the weighted sums of this rank's experts, to where the tokens came from, and signal.
+    """Write partial results to the ranks that own the tokens, and signal.
 
-    ``experts`` [R, k]: of :class:`ArrivedTokens`.
+    Args:
+        buffer: The buffer of this rank.
+        partial: Weighted sums over this rank's experts [R, K].
+        experts: Local expert numbers [R, k] of :class:`ArrivedTokens`.
+
+    Raises:
+        TensorError: If ``partial`` has the wrong shape or dtype.
     """
     from moe_core.kernels.ops._dispatch_kernels import return_kernel
     from moe_core.kernels.ops._dispatch_launch import MOST_COUNTED, launch_signal
@@ -342,16 +454,21 @@ def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> No
 
 
 def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, timeout: float) -> None:
-    """Wait for the results of all ranks, and write ``output`` [M, K], their sums in float32, ranks ascending.
+    """Wait for the results of all ranks, and add them in float32, ranks ascending.
 
-    ``places``: of :func:`push_tokens`.  Where a rank has not come within ``timeout`` seconds, in this call or before,
-    all of the output is NaN.
+    If waiting for a rank times out, in this call or an earlier one, the whole output is NaN.
+
+    Args:
+        buffer: The buffer of this rank.
+        places: Rows that :func:`push_tokens` returned.
+        output: Output [M, K].
+        timeout: Limit in seconds.
     """
     from moe_core.kernels.ops._dispatch_kernels import combine_kernel
     from moe_core.kernels.ops._dispatch_launch import MOST_COUNTED
 
     shape = buffer.shape
-    # a rank without tokens waits too: nobody may write into a buffer that others have not finished with
+    # a rank without tokens waits too: no rank may write into a buffer that others are still reading
     tokens, columns = output.shape
     if tokens == 0:
         _wait(buffer, 2, timeout)
@@ -385,7 +502,7 @@ def combine_results(buffer: ExchangeBuffer, places: Tensor, output: Tensor, *, t
 
 
 def _columns(columns: int) -> tuple[int, int]:
-    """(columns of a program, warps)."""
+    """Return (columns per program, warps)."""
     block = min(power_of_two(columns), _BLOCK)
     return block, max(1, min(8, block // 256))
 

@@ -1,9 +1,9 @@
-"""Moving the bytes of expert weights into other layouts, at the memory's speed on a GPU.
+"""Convert the memory layout of expert weights at memory bandwidth on a GPU.
 
-A backend's ``convert`` is made of these.  Values are never looked at: tensors are moved in the widest words that their
-rows allow, since one-byte elements one by one reach a fraction of the memory's bandwidth.  Each function writes a new
-tensor (or ``out``) and needs next to nothing beside it, so that a converted layer exists once beside its source;
-steps that follow one another share the memory of some experts (:func:`by_experts`).
+A backend's ``convert`` is composed of these functions. They never interpret values: tensors are moved in the widest
+words that their rows allow, because moving single bytes reaches only a fraction of the memory bandwidth. Each function
+writes a new tensor (or ``out``) and needs almost no further memory, so a conversion holds the source and one converted
+copy. Consecutive steps share a temporary for a few experts (:func:`by_experts`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,25 @@ from torch import Tensor
 
 from moe_core.errors import TensorError, check_dtype, check_shape
 
-#: bytes of weights that steps of a conversion hold at a time; one expert at least
+#: largest number of bytes that the steps of a conversion hold at a time; at least one expert
 CHUNK_BYTES = 256 << 20
 
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def swap_halves(w: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``w`` [E, 2N, ...] with the halves of dimension 1 exchanged: gate and up rows become up and gate rows."""
+    """Exchange the halves of dimension 1: gate and up rows become up and gate rows.
+
+    Args:
+        w: Weights [E, 2N, ...].
+        out: Tensor of the same shape to write to; allocated by default.
+
+    Returns:
+        The converted weights.
+
+    Raises:
+        TensorError: If ``w`` or ``out`` has the wrong shape, or ``out`` overlaps ``w``.
+    """
     if w.dim() < 2 or w.shape[1] % 2:
         raise TensorError(f"w has shape {list(w.shape)}, expected [E, 2N, ...]")
     out = _output(out, tuple(w.shape), w)
@@ -35,7 +46,19 @@ def swap_halves(w: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def interleave_halves(w: Tensor, *, group: int = 1, out: Tensor | None = None) -> Tensor:
-    """``w`` [E, 2N, ...] with ``group`` rows of the first half and of the second half in turns (g0, u0, g1, u1, …)."""
+    """Interleave the halves of dimension 1 in groups of rows: g0, u0, g1, u1, ….
+
+    Args:
+        w: Weights [E, 2N, ...].
+        group: Number of consecutive rows from each half.
+        out: Tensor of the same shape to write to; allocated by default.
+
+    Returns:
+        The converted weights.
+
+    Raises:
+        TensorError: If N is not a multiple of ``group``, or ``out`` has the wrong shape or overlaps ``w``.
+    """
     if w.dim() < 2 or group < 1 or w.shape[1] % (2 * group):
         raise TensorError(f"w has shape {list(w.shape)}, expected [E, 2N, ...] with N a multiple of {group}")
     out = _output(out, tuple(w.shape), w)
@@ -48,10 +71,19 @@ def interleave_halves(w: Tensor, *, group: int = 1, out: Tensor | None = None) -
 
 
 def permute_rows(w: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Rows of each expert in another order: ``out[e, r] = w[e, index[r]]``, or ``w[e, index[e, r]]``.
+    """Reorder the rows of each expert: ``out[e, r] = w[e, index[r]]``, or ``w[e, index[e, r]]``.
 
-    ``w`` [E, rows, ...]; ``index`` [R] for all experts or [E, R], integers within 0..rows-1 (not checked: that would
-    wait for the device); ``out`` [E, R, ...].
+    Args:
+        w: Weights [E, rows, ...].
+        index: Rows [R] for all experts, or [E, R], int32 or int64. The values must be within 0..rows-1, which is not
+            checked because it would wait for the device.
+        out: Tensor [E, R, ...] to write to; allocated by default.
+
+    Returns:
+        The converted weights [E, R, ...].
+
+    Raises:
+        TensorError: If a tensor has the wrong shape or dtype, or ``out`` overlaps ``w``.
     """
     if w.dim() < 2:
         raise TensorError(f"w has shape {list(w.shape)}, expected [E, rows, ...]")
@@ -69,9 +101,19 @@ def permute_rows(w: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tens
 
 
 def block_major(w: Tensor, block: int, *, index: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``w`` [E, rows, K] with ``block`` columns of all rows together: [E, K / block, rows, block].
+    """Convert to block-major layout: ``block`` columns of all rows are contiguous.
 
-    ``index`` [R]: rows in this order at the same time, as :func:`permute_rows` takes them.
+    Args:
+        w: Weights [E, rows, K].
+        block: Number of columns per block; divides K.
+        index: Order of the rows [R], applied in the same pass as in :func:`permute_rows`.
+        out: Tensor to write to; allocated by default.
+
+    Returns:
+        The converted weights [E, K / block, rows, block].
+
+    Raises:
+        TensorError: If a tensor has the wrong shape or dtype, or ``out`` overlaps ``w``.
     """
     check_shape("w", w, ("E", "rows", "K"))
     experts, rows, cols = w.shape
@@ -97,7 +139,21 @@ def block_major(w: Tensor, block: int, *, index: Tensor | None = None, out: Tens
 
 
 def pad_matrices(w: Tensor, rows: int, cols: int, *, parts: int = 1, out: Tensor | None = None) -> Tensor:
-    """``w`` [E, parts * R, C] with zeros below and beside each of the stacked matrices: [E, parts * rows, cols]."""
+    """Pad each of the stacked matrices with zero rows and columns.
+
+    Args:
+        w: Weights [E, parts * R, C].
+        rows: Rows per matrix after padding.
+        cols: Columns after padding.
+        parts: Number of stacked matrices.
+        out: Tensor to write to; allocated by default.
+
+    Returns:
+        The padded weights [E, parts * rows, cols].
+
+    Raises:
+        TensorError: If the matrices are larger than the result, or ``out`` has the wrong shape or overlaps ``w``.
+    """
     check_shape("w", w, ("E", "rows", "K"))
     experts, height, width = w.shape
     if parts < 1 or height % parts or height // parts > rows or width > cols:
@@ -115,10 +171,21 @@ def pad_matrices(w: Tensor, rows: int, cols: int, *, parts: int = 1, out: Tensor
 
 
 def by_experts(step: Callable[[Tensor, Tensor], object], w: Tensor, out: Tensor) -> Tensor:
-    """Call ``step(w[some], out[some])`` for some experts after the others; returns ``out``.
+    """Call ``step(w[chunk], out[chunk])`` for successive chunks of experts.
 
-    What several functions of this module pass from one to the next then takes the memory of some experts: at most
-    :data:`CHUNK_BYTES` and a sixteenth of ``w``, or one expert.
+    Temporaries between the functions that ``step`` composes then cover only one chunk: at most :data:`CHUNK_BYTES` and
+    a sixteenth of ``w``, or one expert.
+
+    Args:
+        step: Converts a chunk of experts.
+        w: Source [E, ...].
+        out: Destination [E, ...].
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TensorError: If ``out`` has another number of experts than ``w``.
     """
     if w.shape[:1] != out.shape[:1]:
         raise TensorError(f"out has shape {list(out.shape)}, expected [{w.shape[0]}, ...]")
@@ -146,7 +213,10 @@ def _output(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _words(source: Tensor, target: Tensor, *, unit: int) -> tuple[Tensor, Tensor]:
-    """Both tensors in the widest words that divide ``unit`` bytes, their strides and their addresses."""
+    """View both tensors as the widest words possible.
+
+    The word size divides ``unit`` bytes, the strides and the addresses.
+    """
     both = (source, target)
     for size, dtype in _WORDS.items():
         extents = [unit, *(t.data_ptr() if t.device.type != "meta" else 0 for t in both)]

@@ -1,7 +1,7 @@
-"""Quantising 16-bit experts while they are loaded.
+"""Online quantization: quantize 16-bit experts while they are loaded.
 
-A scheme registers what it can make of 16-bit experts (:attr:`moe_core.plugins.scheme.SchemeSpec.online`); the name of
-one reaches :func:`moe_core.load_layer`, :meth:`moe_core.FusedMoELayer.from_weights` and ``moe run --quantize``.
+A scheme registers its online quantizations (:attr:`moe_core.plugins.scheme.SchemeSpec.online`). Users select one by
+name in :func:`moe_core.load_layer`, :meth:`moe_core.FusedMoELayer.from_weights` and ``moe run --quantize``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from moe_core.reference.quantization import Quantized
 from moe_core.spec.quant_key import QuantKey, check_one_level
 from moe_core.spec.weights import MoEWeights
 
-#: quantises ``w`` [E, rows, K] of so many stacked matrices
+#: quantizes ``w`` [E, rows, K]; the second argument is the number of stacked matrices
 Quantizer = Callable[[Tensor, int], Quantized]
 
 
 @dataclass(frozen=True)
 class OnlineQuantization:
-    """One thing that a scheme makes of 16-bit experts.
+    """One way in which a scheme quantizes 16-bit experts.
 
-    - ``name`` that users give ("fp8_per_channel"), ``scheme`` whose canonical weights result
-    - ``weight_key``, ``activation_key`` of the result; activation None: 16-bit activations, on purpose
-    - ``quantizer``: instead of :func:`moe_core.kernels.ops.quantize_weights.quantize_weights` with ``weight_key``
+    Attributes:
+        name: Name that users pass, such as "fp8_per_channel".
+        scheme: Scheme whose canonical weights result.
+        weight_key: Quantization of the resulting weights.
+        activation_key: Quantization of the activations; None means 16-bit activations.
+        quantizer: Replaces :func:`moe_core.kernels.ops.quantize_weights.quantize_weights` with ``weight_key``.
     """
 
     name: str
@@ -50,9 +53,16 @@ class OnlineQuantization:
     @without_autocast
     @torch.no_grad()
     def quantize(self, weights: MoEWeights) -> MoEWeights:
-        """Canonical 16-bit ``weights``, quantised; biases are carried through, the input stays as it is.
+        """Quantize canonical 16-bit weights; biases are kept and the input is not modified.
 
-        Raises TensorError for weights that are quantised already, or whose shapes contradict each other.
+        Args:
+            weights: Canonical 16-bit weights.
+
+        Returns:
+            Canonical weights of :attr:`scheme`.
+
+        Raises:
+            TensorError: If the weights are already quantized, or their shapes contradict each other.
         """
         if weights.weight_key is not None:
             raise TensorError(f"{self.name} quantises 16-bit weights, these are {weights.weight_key}")

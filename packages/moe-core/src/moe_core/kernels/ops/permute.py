@@ -1,10 +1,10 @@
-"""Moving rows between the order of tokens and that of experts.
+"""Move rows between token order and expert order.
 
-- :func:`gather_rows` brings tokens into expert order (permute), :func:`scatter_rows` brings them back (unpermute)
+- :func:`gather_rows` brings tokens into expert order (permute); :func:`scatter_rows` is the inverse (unpermute)
 - :func:`assign_slots` and :func:`batch_tokens` build the batched activation format ``[E_local, T_max, K]``
 
-Rows are copied bit by bit, whatever their dtype, their quantisation scales along with them.  An index out of range
-reads and writes nothing.
+Rows are copied bit by bit, whatever their dtype, together with their quantization scales. An index out of range reads
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,22 @@ def gather_rows(
     pdl: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """(out [P, K], scale_out [P, S] or None): ``out[p] = x[index[p] // per_row]``.
+    """Gather rows: ``out[p] = x[index[p] // per_row]``.
 
-    - ``x`` [R, K] any dtype, contiguous columns; ``scale`` [R, S] any strides
-    - ``index`` [P] int32 or int64; an index outside 0 .. R * per_row gives a row of zeros.  With ``per_row`` = top-k
-      and the sorted pairs of :mod:`moe_core.kernels.ops.sort`, this puts tokens into expert order
-    - ``count`` int32 [1]: only the first so many rows are written
+    Args:
+        x: Rows [R, K], any dtype, contiguous columns.
+        index: Source of each row [P], int32 or int64. An index outside 0 .. R * per_row gives a row of zeros. With
+            ``per_row`` = top-k and the sorted pairs of :mod:`moe_core.kernels.ops.sort`, the result is in expert order.
+        per_row: Number of index values per row of ``x``.
+        scale: Scales [R, S] to gather with the rows, any strides.
+        count: Number of valid rows, int32 [1]; later rows are not written.
+        out: Rows [P, K] to write to; allocated by default.
+        scale_out: Scales [P, S] to write to; allocated by default.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``(out, scale_out)``; the second is None without ``scale``.
     """
     _check_rows(x, index, per_row, scale, count)
     rows = index.shape[0]
@@ -72,11 +82,24 @@ def scatter_rows(
     pdl: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """(out [num_rows, K], scale_out [num_rows, S] or None): ``out[index[p]] = y[p // per_row]``.
+    """Scatter rows: ``out[index[p]] = y[p // per_row]``.
 
-    ``y`` [P / per_row, K]; ``index`` [P], distinct where it is within 0 .. num_rows, and ignored elsewhere; ``count``
-    int32 [1]: only the first so many ``p``.  Rows that no index names are zeros in a new output and untouched in a
-    given one.
+    Args:
+        y: Rows [P / per_row, K].
+        index: Destination of each row [P], int32 or int64. Values within 0 .. num_rows must be distinct; others are
+            ignored.
+        num_rows: Number of rows of the result.
+        per_row: Number of destinations per row of ``y``.
+        scale: Scales to scatter with the rows.
+        count: Number of valid entries of ``index``, int32 [1].
+        out: Rows [num_rows, K] to write to. Rows without a source are zero in a new tensor and untouched in a given
+            one.
+        scale_out: Scales [num_rows, S] to write to, likewise.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``(out, scale_out)``; the second is None without ``scale``.
     """
     _check_rows(y, index, 1, scale, count)
     if y.shape[0] * per_row != index.shape[0]:
@@ -105,11 +128,22 @@ def assign_slots(
     pdl: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(places [M, k] int32, counts [E] int32): where each (token, slot) pair goes in ``[E, max_tokens, ...]``.
+    """Assign each (token, slot) pair a row in ``[E, max_tokens, ...]``.
 
-    A place is ``expert * max_tokens + n`` for the n-th pair of that local expert, in the order of the pairs; -1 for
-    an id (or, with ``expert_map`` [E_global] int32, a mapped id) out of range, and for pairs beyond ``max_tokens``,
-    which counts leave out too.
+    The n-th pair of a local expert, in pair order, gets the row ``expert * max_tokens + n``. Ids out of range (or, with
+    ``expert_map``, mapped out of range) and pairs beyond ``max_tokens`` get -1.
+
+    Args:
+        topk_ids: Expert ids [M, k], int32 or int64.
+        num_experts: Number of local experts.
+        max_tokens: Rows per expert.
+        expert_map: Local expert number of each global id [E_global], int32.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``(places, counts)``: ``places`` [M, k] int32, the row of each pair; ``counts`` [E] int32, the rows per expert,
+        without pairs beyond ``max_tokens``.
     """
     check_shape("topk_ids", topk_ids, ("M", "k"))
     check_dtype("topk_ids", topk_ids, _INDEX)
@@ -139,7 +173,7 @@ def assign_slots(
             num_experts,
             max_tokens,
             HAS_MAP=expert_map is not None,
-            # few specialisations; what is beyond the end is masked
+            # a power of two keeps specializations few; steps beyond the end are masked
             STEPS=1 << (max(1, -(-ids.numel() // block)) - 1).bit_length(),
             BLOCK=block,
             pdl=pdl,
@@ -162,8 +196,11 @@ def assign_slots(
 class BatchedTokens(NamedTuple):
     """Tokens in the batched activation format.
 
-    ``hidden_states`` [E, T, K] and ``scale`` [E, T, S] hold ``expert_num_tokens`` [E] int32 rows per expert, what is
-    beyond is undefined; ``places`` [M, k] int32 is the row of each pair in [E * T, K], -1 where it has none.
+    Attributes:
+        hidden_states: Hidden states [E, T, K]; rows after the valid ones are undefined.
+        expert_num_tokens: Number of valid rows per expert [E], int32.
+        places: Row of each pair in [E * T, K] [M, k], int32; -1 if it has none.
+        scale: Scales [E, T, S], or None.
     """
 
     hidden_states: Tensor
@@ -185,10 +222,24 @@ def batch_tokens(
     pdl: bool = False,
     backend: str = "auto",
 ) -> BatchedTokens:
-    """Rows of ``x`` [M, K] (with ``scale`` [M, S]) copied to each of their experts, in two launches.
+    """Copy each token to the rows of its experts in the batched format, in two launches.
 
-    See :func:`assign_slots` for the order and for what has no place; ``out`` [E, T, K] and ``scale_out`` [E, T, S] are
-    contiguous.
+    :func:`assign_slots` defines the order, and which pairs get no row.
+
+    Args:
+        x: Hidden states [M, K].
+        topk_ids: Expert ids [M, k].
+        num_experts: Number of local experts.
+        max_tokens: Rows per expert, T.
+        expert_map: Local expert number of each global id [E_global], int32.
+        scale: Scales [M, S] to copy with the rows.
+        out: Hidden states [E, T, K] to write to, contiguous; allocated by default.
+        scale_out: Scales [E, T, S] to write to, contiguous; allocated by default.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        The batched tokens.
     """
     check_shape("topk_ids", topk_ids, (x.shape[0], "k"))
     places, counts = assign_slots(
@@ -245,12 +296,12 @@ def _output(name: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor,
 
 
 def _words(x: Tensor) -> Tensor:
-    """``x`` as integers of the same size."""
+    """View ``x`` as integers of the same size."""
     return x.view(_WORDS[x.element_size()])
 
 
 def _first(count: Tensor | None, rows: int, device: torch.device) -> Tensor:
-    """Bool [rows]: the rows before ``count``."""
+    """Return bool [rows]: whether the row is before ``count``."""
     if count is None:
         return torch.ones(rows, dtype=torch.bool, device=device)
     return torch.arange(rows, device=device) < count
@@ -273,7 +324,7 @@ def _move(
     from moe_core.kernels.ops._permute_kernels import move_rows_kernel
 
     rows, columns = index.shape[0], source.shape[1]
-    # four 16-byte loads per thread in a program of 128 threads; one where rows are few
+    # four 16-byte loads per thread in a program of 128 threads; one for few rows
     width = (2048 if rows * columns < 2**21 else 8192) // source.element_size()
     block = min(width, 1 << max(columns - 1, 0).bit_length())
     groups = scale.shape[1] if scale is not None else 0

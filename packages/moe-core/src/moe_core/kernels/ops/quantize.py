@@ -1,18 +1,20 @@
-"""Dynamic (and static) quantisation of activations, alone or behind the activation function, in one launch.
+"""Dynamic and static quantization of activations, optionally after an activation function.
 
-``scale = max(amax, 1e-10) / max_value`` per group and ``code = round(x / scale)``, ties to even, saturating; all in
-float32 and correctly rounded, so that kernel, interpreter and :func:`moe_core.reference.quantization.quantize_tensor`,
-the twin, give the same bits.  (Behind an activation the values themselves may differ in the last place, as exp does.)
+``scale = max(amax, 1e-10) / max_value`` per group and ``code = round(x / scale)``, ties to even, saturating. All
+arithmetic is float32 and correctly rounded. The kernel, the Triton interpreter and the reference implementation
+:func:`moe_core.reference.quantization.quantize_tensor` therefore give the same bits. (After an activation function the
+values themselves may differ in the last bit, as exp does.)
 
-- A group of zeros gets the scale 1e-10 / max_value and codes 0; a short last group is a group of its own.
-- e8m0 (MXFP8) and ``power_of_two`` scales are rounded *up* to a power of two, ``2**ceil(log2(amax / 448))``: no value
-  saturates.  (OCP's example rule rounds down, ``2**(floor(log2(amax)) - 8)``, and clips values above 448/512 of
-  the power of two.)
-- A NaN makes the scale of its group NaN (e8m0: 255); an infinity makes it infinite (power of two: NaN): the group's
-  products with it are NaN.  A scale per tensor spans the finite values; with it what is not finite has the code of NaN,
-  with a static scale an infinity saturates.  Codes of NaN are NaN in e4m3.  int8 has none: there it is 0, and who
-  multiplies such codes keeps NaN otherwise (`moe_core.reference.quantization.integer_row_scales`,
-  `moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`).
+- A group of zeros gets the scale 1e-10 / max_value and codes 0. A short last group is a separate group.
+- e8m0 (MXFP8) and ``power_of_two`` scales are rounded *up* to a power of two, ``2**ceil(log2(amax / 448))``, so that no
+  value saturates. (The example rule of the OCP specification rounds down, ``2**(floor(log2(amax)) - 8)``, and clips
+  values above 448/512 of the power of two.)
+- A NaN makes the scale of its group NaN (e8m0: 255). An infinity makes the scale infinite (power of two: NaN), so the
+  group's products are NaN.
+- A scale per tensor covers the finite values only; non-finite values get the code of NaN. With a static scale an
+  infinity saturates.
+- NaN has a code in e4m3. int8 has none: NaN becomes 0, and the consumer of the codes restores NaN from the scales
+  (`moe_core.reference.quantization.integer_row_scales`, `moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`).
 """
 
 from __future__ import annotations
@@ -43,16 +45,23 @@ def quantize_activation(
     pdl: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(codes [M, K], scale) of ``x`` [M, K], or of batched ``x`` [B, T, K], as ``key`` says.
+    """Quantize activations symmetrically to e4m3 or int8.
 
-    - ``x``: bfloat16, float16 or float32, any strides
-    - keys: e4m3 or int8, symmetric; one scale per tensor (static or dynamic), per token, or per 1 x G group
-      (G a power of two; scales float32 or, as uint8, e8m0)
-    - scale: [M, groups of a row] ([B, T, groups]); [M, 1] per token; [1] per tensor
-    - ``static_scale``: float32, one element; needed by static keys and refused by others
-    - ``power_of_two``: round float32 group scales up to a power of two
-    - ``row_counts``: int [B] (or [1]), rows in use; others are neither read nor written
-    - ``out`` [M, K], ``scale_out``: where results go; contiguous columns (any strides for the scale)
+    Args:
+        x: Activations [M, K], or batched [B, T, K]; bfloat16, float16 or float32, any strides.
+        key: Quantization: e4m3 or int8, symmetric; one scale per tensor (static or dynamic), per token, or per 1 x G
+            group (G a power of two; scales float32, or e8m0 stored as uint8).
+        static_scale: Scale of one element, float32. Required by static keys, refused by others.
+        power_of_two: Round float32 group scales up to a power of two.
+        row_counts: Number of valid rows, integer [B] (or [1]). Later rows are neither read nor written.
+        out: Codes [M, K] to write to, contiguous columns; allocated by default.
+        scale_out: Scales to write to, any strides; allocated by default.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``(codes, scale)``: codes of the shape of ``x``; scales [M, groups per row] ([B, T, groups]), [M, 1] per token,
+        [1] per tensor.
     """
     quantized = _quantize(
         Rows(x, row_counts=row_counts), key, static_scale, power_of_two, out, scale_out, None, pdl, backend
@@ -63,10 +72,20 @@ def quantize_activation(
 def quantize_activation_asymmetric(
     x: Tensor, key: QuantKey, *, row_counts: Tensor | None = None, pdl: bool = False, backend: str = "auto"
 ) -> Quantized:
-    """Int8 codes of ``x`` [M, K] ([B, T, K]) with one scale and one zero point [M, 1] int32 per token.
+    """Quantize activations to int8 with one scale and one zero point per token.
 
     The range of a row always includes 0: ``scale = (max - min) / 255``, ``zero_point = round(-128 - min / scale)``,
     ``code = round(x / scale) + zero_point``.
+
+    Args:
+        x: Activations [M, K], or batched [B, T, K]; bfloat16, float16 or float32.
+        key: Asymmetric quantization to int8, per token.
+        row_counts: As in :func:`quantize_activation`.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        Codes of the shape of ``x``, scales [M, 1] and zero points [M, 1] int32.
     """
     if key.symmetric:
         raise ConfigError(f"quantize_activation_asymmetric needs a key with zero points, got {key}")
@@ -91,10 +110,27 @@ def activate_and_quantize(
     pdl: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(codes [P, N], scale) of ``activation(x + bias)`` for ``x`` [P, 2N] ([P, N] where not gated) or [B, T, 2N].
+    """Apply the activation function and quantize its result in one launch.
 
-    The activation's result stays in float32 until it is quantised.  Arguments are those of
-    :func:`moe_core.kernels.ops.activation.fused_activation` and :func:`quantize_activation`.
+    The result of ``activation(x + bias)`` stays in float32 until it is quantized.
+
+    Args:
+        activation: Activation function.
+        x: Input [P, 2N] ([P, N] if the activation is not gated), or batched [B, T, 2N].
+        key: Quantization, as in :func:`quantize_activation`.
+        params: Parameters of the activation.
+        bias: Bias [2N] or [E, 2N], as in :func:`moe_core.kernels.ops.activation.fused_activation`.
+        row_experts: Expert of each row, for a bias per expert.
+        row_counts: Number of valid rows, integer [B] (or [1]).
+        static_scale: Scale of one element, float32; required by static keys, as in :func:`quantize_activation`.
+        power_of_two: Round float32 group scales up to a power of two.
+        out: Codes [P, N] to write to.
+        scale_out: Scales to write to.
+        pdl: Use programmatic dependent launch.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``(codes, scale)``: codes [P, N] or [B, T, N], and scales as in :func:`quantize_activation`.
     """
     rows = Rows(x, activation, params, bias, row_experts, row_counts)
     quantized = _quantize(rows, key, static_scale, power_of_two, out, scale_out, None, pdl, backend)
@@ -157,7 +193,7 @@ def _quantize(
 def _check_key(
     key: QuantKey, static_scale: Tensor | None, power_of_two: bool, *, asymmetric: bool
 ) -> tuple[str, torch.dtype]:
-    """(name of the code, its torch dtype) of a key that activations can be quantised by."""
+    """Check a key for activations; return the name of the code and its torch dtype."""
     check_one_level(key, "key")
     shape = key.group_shape
     plain = key.packing is None and not key.permuted and not key.pre_scaled
@@ -192,7 +228,14 @@ def _scale_shape(rows: Rows, key: QuantKey) -> tuple[int, ...]:
 
 
 def without_e4m3(x: Tensor) -> str | None:
-    """Why the GPU that ``x`` is on can't make e4m3 codes; None if it can."""
+    """Explain why the GPU of ``x`` cannot convert to e4m3.
+
+    Args:
+        x: A tensor on the GPU.
+
+    Returns:
+        The reason, or None if the GPU has the conversion.
+    """
     if torch.version.hip is None and torch.cuda.get_device_capability(x.device) < (8, 9):
         return "the GPU has no e4m3 conversion (sm_89 and later do)"
     return None
@@ -207,7 +250,7 @@ def _quantize_torch(
     scale: Tensor,
     zero_point: Tensor | None,
 ) -> Quantized:
-    """The twin: values in float32, then the reference quantiser."""
+    """Compute the result in PyTorch: values in float32, then the reference quantizer."""
     values = rows.values()
     used = rows.in_use()
     if used is not None:
@@ -220,7 +263,7 @@ def _quantize_torch(
         found = quantize_tensor(flat, key, scale=static_scale)
 
     def keep(target: Tensor, source: Tensor) -> None:
-        """Write rows in use; through bytes where torch has no selection for the dtype."""
+        """Write the valid rows; as bytes where torch has no selection for the dtype."""
         source = source.reshape(target.shape)
         if used is not None and target.dim() == values.dim():
             raw = target.view(torch.uint8) if target.element_size() == 1 else target

@@ -1,9 +1,9 @@
-"""Quantising expert weights, at the memory's speed on a GPU.
+"""Quantize expert weights at memory bandwidth on a GPU.
 
-The rules are those of :mod:`moe_core.reference.quantization`, and so are the bits: e4m3 and int8 codes with scales per
-tensor, per output channel, in blocks or in groups along K, and MXFP4 of whole groups, come from Triton kernels that
-read every value once (twice for one scale per tensor) and write codes and scales; every other key, and every other
-device, takes the torch code.
+The rules and the resulting bits are those of :mod:`moe_core.reference.quantization`. Triton kernels cover e4m3 and int8
+codes with scales per tensor, per output channel, in blocks or in groups along K, and MXFP4 of whole groups. They read
+every value once (twice for one scale per tensor) and write codes and scales. Every other key, and every other device,
+takes the PyTorch implementation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moe_core.spec.numerics import FP8_E4M3, INT8, is_e8m0
 from moe_core.spec.quant_key import QuantKey, kMxfp4Static
 from moe_core.spec.weights import scale_shape, storage_dtypes
 
-#: values that the torch code widens to float32 at once; an expert at least
+#: number of values the PyTorch implementation converts to float32 at a time; at least one expert
 _TORCH_CHUNK = 1 << 24
-#: most values of a block, and of a row, that a program holds
+#: largest number of values of a block, and of a row, that a program holds
 _MAX_TILE = 1 << 15
 _MAX_RUN = 1 << 14
 
@@ -39,14 +39,24 @@ def quantize_weights(
     scale_out: Tensor | None = None,
     backend: str = "auto",
 ) -> Quantized:
-    """Canonical codes and scales of ``w`` [E, rows, K] bfloat16, float16 or float32.
+    """Quantize expert weights to canonical codes and scales.
 
-    - ``parts``: stacked matrices (gate and up: 2) that own their scales
-    - ``out`` [E, rows, K] (packed: K divided by the values per word), ``scale_out`` of
-      :func:`moe_core.spec.weights.scale_shape`: contiguous tensors to write to; allocated if not given
-    - result: codes, scale and, where the key has them, zero points
+    A group of zeros gets the scale of the smallest amax, ``AMAX_FLOOR / max_value``.
 
-    A group of zeros gets the scale of the smallest amax, ``AMAX_FLOOR / max_value``.  Raises TensorError, ConfigError.
+    Args:
+        w: Weights [E, rows, K], bfloat16, float16 or float32.
+        key: Quantization of the weights.
+        parts: Number of stacked matrices (gate and up: 2) with separate scales.
+        out: Contiguous codes [E, rows, K] to write to (packed: K divided by the values per word); allocated by default.
+        scale_out: Contiguous scales of :func:`moe_core.spec.weights.scale_shape` to write to; allocated by default.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        Codes, scales and, if the key has them, zero points.
+
+    Raises:
+        TensorError: If a tensor does not fit the key or the other tensors.
+        ConfigError: If the key or the backend is not supported.
     """
     check_shape("w", w, ("E", "rows", "K"))
     check_dtype("w", w, FLOATS)
@@ -61,7 +71,7 @@ def quantize_weights(
     unsupported = _unsupported(key, w)
     if not w.numel() or not use_triton(w, backend, unsupported=unsupported):
         return _quantize_torch(w, key, parts, out, scale)
-    # strided rows become contiguous: rows are read as one long matrix
+    # the kernels read the rows of all experts as one contiguous matrix
     _launch(w.contiguous(), key, parts, out, scale)
     return Quantized(out, scale)
 
@@ -81,7 +91,7 @@ def _launch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) ->
     elif cols % size == 0 and size <= _MAX_RUN:
         launch_runs(w, out, scale, size=size, code=code)
     else:
-        # rows with a short last group, or longer than a program holds: what activations have too
+        # a short last group, or rows longer than a program holds: the kernels for activations support both
         quantize_activation(
             w.view(experts * rows, cols),
             replace(key, scale=replace(key.scale, static=False)),
@@ -92,7 +102,7 @@ def _launch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) ->
 
 
 def _unsupported(key: QuantKey, w: Tensor) -> str | None:
-    """Why the kernels do not cover the request; None if they do."""
+    """Explain why the kernels do not support the request; None if they do."""
     group = key.group_shape
     if key == kMxfp4Static:
         return (

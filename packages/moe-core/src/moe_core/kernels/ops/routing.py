@@ -1,4 +1,7 @@
-"""Routing in one kernel launch; :func:`moe_core.spec.routing.route` is the same in torch, bit for bit."""
+"""Fused routing in one kernel launch.
+
+:func:`moe_core.spec.routing.route` is the PyTorch reference implementation, with bit-identical results.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from moe_core.kernels.ops._backend import use_triton
 from moe_core.kernels.ops._sizes import power_of_two
 from moe_core.spec.routing import RoutingConfig, call_custom, check_routing_inputs, route
 
-#: what one tile of the kernel holds at most
+#: upper limits of one tile of the kernel
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
-#: up to here every row has a program of its own, beyond it a program takes several, whose reductions overlap
+#: largest number of tokens with one row per program; above it a program takes several rows, whose reductions overlap
 ONE_ROW_TOKENS = 4096
 
 
@@ -24,10 +27,20 @@ def fused_route(
     correction_bias: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(topk_weights [M, k] float32, topk_ids [M, k] int32) of ``router_logits`` [M, E], best expert first.
+    """Select the top-k experts of each token and compute their weights in one kernel launch.
 
-    Arguments and meaning are those of :func:`moe_core.spec.routing.route`.  The kernel takes up to 1024 experts and
-    top-k 32; beyond that, and on a CPU, ``backend="auto"`` runs the torch code.
+    The arguments have the meaning of :func:`moe_core.spec.routing.route`. The kernel supports up to 1024 experts and
+    top-k 32. Beyond these limits, and on a CPU, ``backend="auto"`` runs the PyTorch implementation.
+
+    Args:
+        router_logits: Router logits [M, E].
+        top_k: Number of experts per token.
+        config: Routing method.
+        correction_bias: Per-expert bias that the selection adds to the scores.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``(topk_weights, topk_ids)``: [M, k] float32 and [M, k] int32, best expert first.
     """
     check_routing_inputs(router_logits, top_k=top_k, config=config, correction_bias=correction_bias)
     if config.custom is not None:
@@ -48,9 +61,9 @@ def fused_route(
     from moe_core.kernels.ops._routing_kernels import route_kernel
 
     if (experts - 1) * router_logits.stride(1) >= 2**31:
-        # kernels compute where an expert's logits are in 32 bits
+        # the kernel computes offsets of logits within a row in 32 bits
         router_logits = router_logits.contiguous()
-    # a program is one warp
+    # a program has one warp
     rows = 1 if tokens <= ONE_ROW_TOKENS else max(1, min(4, 1024 // (block_s * block_g)))
     bias = correction_bias.contiguous() if correction_bias is not None else None
     launch(

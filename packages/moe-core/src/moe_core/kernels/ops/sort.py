@@ -3,13 +3,14 @@
     pairs     [P] int32       pair numbers token * k + slot, grouped by expert, ascending within an expert;
                               entries beyond offsets[E] are not written
     offsets   [E + 1] int32   rows of expert e are offsets[e] .. offsets[e + 1]
-    tiles     [2 + 2T] int32  tiles[0] tiles of block_m rows; tile t belongs to expert tiles[2 + 2t], its first row is
-                              tiles[3 + 2t]; T = `max_tiles`; tiles[1] is 0, for a kernel that counts what it has given
-                              to its programs
-    positions [P] int32       the inverse of pairs, on request; not written for pairs of no group
+    tiles     [2 + 2T] int32  tiles[0]: number of tiles of block_m rows; tiles[1]: 0, a counter for kernels that
+                              distribute tiles dynamically; tiles[2 + 2t], tiles[3 + 2t]: expert and first row of
+                              tile t; T = `max_tiles`
+    positions [P] int32       the inverse of pairs, on request; not written for pairs without a group
 
-Nothing is padded and no data is moved.  A pair whose id is negative, beyond the number of experts or mapped to -1 by
-`expert_map` is in no group.  The order is the same on every run.  Sizes depend on shapes alone: CUDA-graph safe.
+Nothing is padded and no data is moved. A pair is in no group if its id is negative, beyond the number of experts, or
+mapped to -1 by `expert_map`. The order is the same on every run. Sizes depend on shapes alone, which makes the sort
+safe under CUDA-graph capture.
 """
 
 from __future__ import annotations
@@ -26,19 +27,27 @@ from moe_core.kernels.launch.launch import launch
 from moe_core.kernels.ops._sizes import max_tiles, power_of_two
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: above this many pairs experts are counted by a launch of their own instead of by every program
+#: above this number of pairs a separate launch counts the pairs per expert; below, every program counts them
 _COUNT_PAIRS = 2048
-#: up to this many pairs each expert has a program that compares all pairs
+#: up to this number of pairs there is one program per expert, which compares all pairs
 _TINY_PAIRS = 64
-#: pairs that a program sorts at a time: in one launch, in two at least, and at most
+#: pairs that a program sorts at a time: minimum with one launch, minimum with two launches, maximum
 _BLOCK_PAIRS = (128, 256, 512)
-#: most chunks that pairs are cut into: the second launch adds the counts of all of them in every program
+#: largest number of chunks of pairs: every program of the second launch adds up the counts of all chunks
 _MAX_CHUNKS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Rows that are grouped by expert; see the module docstring.  ``pairs`` None: `moe_core.kernels.ops.batch`."""
+    """Rows grouped by expert; see the module docstring.
+
+    Attributes:
+        tiles: Tiles [2 + 2T], int32.
+        offsets: First row of each expert [E + 1], int32.
+        pairs: Pair numbers [P], int32; None for the batched format (`moe_core.kernels.ops.batch`).
+        block_m: Rows per tile.
+        positions: Inverse of ``pairs`` [P], int32, if requested.
+    """
 
     tiles: Tensor
     offsets: Tensor
@@ -48,24 +57,30 @@ class Schedule:
 
     @property
     def for_kernels(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`schedule` of the kernels, see `moe_core.kernels.gemm.tiles.schedule`."""
+        """The kernels' `schedule` argument, see `moe_core.kernels.gemm.tiles.schedule`."""
         return self.tiles, self.offsets, self.pairs
 
 
 @dataclass(frozen=True, eq=False)
 class SortedPairs(Schedule):
-    """The schedule of pairs."""
+    """Schedule whose rows are sorted pairs; ``pairs`` is always present."""
 
     pairs: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizeRows:
-    """Rows to quantise in the launch that sorts: `x` [M, K] to `values` [M, K padded] and `scales` [M, groups].
+    """Rows to quantize in the launch that sorts.
 
-    ``quantize`` is a `@triton.jit` function as `moe_core.kernels.gemm.tiles.tile_kernel` describes it, ``arguments``
-    are its `quant_args`, ``group`` its group size: a power of two; `whole_row` of K for one scale per row.  Columns
-    from K to the width of ``values`` become zeros.  Without ``values`` the scales alone are kept.
+    Columns from K to the width of ``values`` are filled with zeros.
+
+    Attributes:
+        x: Rows to quantize [M, K].
+        values: Quantized rows [M, K padded]; None keeps only the scales.
+        scales: Scales [M, groups], or None.
+        quantize: A `@triton.jit` function as described in `moe_core.kernels.gemm.tiles.tile_kernel`.
+        group: Group size, a power of two; `whole_row` of K for one scale per row.
+        arguments: The `quant_args` of ``quantize``.
     """
 
     x: Tensor
@@ -77,17 +92,17 @@ class QuantizeRows:
 
     @property
     def width(self) -> int:
-        """Columns of the result."""
+        """Number of columns of the result."""
         return self.x.shape[1] if self.values is None else self.values.shape[1]
 
     @property
     def num_groups(self) -> int:
-        """Groups of all rows."""
+        """Number of groups in all rows."""
         return self.x.shape[0] * -(-self.width // self.group)
 
     @property
     def for_kernels(self) -> RowsForKernels:
-        """All but the number of rows, for which kernels are not compiled anew."""
+        """Kernel arguments except for the number of rows, on which kernels do not specialize."""
         x, values, scales = self.x, self.values, self.scales
         return RowsForKernels(
             x,
@@ -103,7 +118,14 @@ class QuantizeRows:
         )
 
     def block(self, programs: int) -> tuple[int, int]:
-        """(groups of one program, warps) that spread the work over about so many programs."""
+        """Choose the block that spreads the work over about ``programs`` programs.
+
+        Args:
+            programs: Desired number of programs.
+
+        Returns:
+            ``(groups, warps)`` per program.
+        """
         fewest = 4 if self.group <= 128 else 1
         most = max(4096 // self.group, 1)
         share = 1 << max(-(-self.num_groups // programs) - 1, 0).bit_length()
@@ -111,9 +133,22 @@ class QuantizeRows:
 
 
 class RowsForKernels(NamedTuple):
-    """`QuantizeRows` as kernels get it, without ``quantize`` where there are none.
+    """`QuantizeRows` as a kernel argument; without ``quantize`` there are no rows.
 
-    ``out`` are its values; ``even``: rows of the result are whole groups; ``single``: those of x have one column.
+    Attributes:
+        x: Rows to quantize.
+        out: The ``values`` of `QuantizeRows`.
+        scales: Scales.
+        arguments: The `quant_args` of ``quantize``.
+        columns: Columns of ``x``.
+        width: Columns of the result.
+        stride_x: Row stride of ``x``.
+        stride_out: Row stride of ``out``.
+        stride_scales: Row stride of ``scales``.
+        quantize: The quantization function.
+        group: Group size.
+        even: Whether a row of the result consists of whole groups.
+        single: Whether rows of ``x`` have one column.
     """
 
     x: Tensor | None = None
@@ -139,12 +174,28 @@ def _constants(quantize: Any, group: int, even: bool, single: bool) -> tuple[Any
 
 
 def whole_row(columns: int) -> int:
-    """The ``group`` of `QuantizeRows` that spans a row."""
+    """Return the ``group`` of `QuantizeRows` that spans a row.
+
+    Args:
+        columns: Columns of a row.
+
+    Returns:
+        The next power of two.
+    """
     return power_of_two(columns)
 
 
 def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[WorkspaceSpec, ...]:
-    """Scratch tensors of `sort_pairs` for at most ``num_pairs`` pairs and tiles of at least ``block_m`` rows."""
+    """Return the workspaces of `sort_pairs`.
+
+    Args:
+        num_pairs: Largest number of pairs.
+        num_experts: Number of local experts.
+        block_m: Smallest number of rows per tile.
+
+    Returns:
+        Specifications of the tensors that `sort_pairs` takes as ``workspace``.
+    """
     tiles = max_tiles(num_pairs, num_experts, block_m)
     return (
         WorkspaceSpec("sort_tiles", (2 + 2 * tiles,), torch.int32),
@@ -156,7 +207,16 @@ def sort_workspaces(num_pairs: int, num_experts: int, block_m: int) -> tuple[Wor
 
 
 def clears_first(num_pairs: int) -> bool:
-    """Whether `sort_pairs` takes two launches, so that what the first has cleared may be added to by the second."""
+    """Report whether `sort_pairs` takes two launches.
+
+    The second may then add to what the first has cleared.
+
+    Args:
+        num_pairs: Number of pairs.
+
+    Returns:
+        Whether there are two launches.
+    """
     return num_pairs > _COUNT_PAIRS
 
 
@@ -172,11 +232,22 @@ def sort_pairs(
     zero: Tensor | None = None,
     pdl: bool = False,
 ) -> SortedPairs:
-    """Sort ``topk_ids`` [M, k] (int32 or int64, contiguous) with the Triton kernel.
+    """Sort the pairs of a routed batch by local expert with the Triton kernel.
 
-    ``num_experts`` local experts; ``expert_map`` [E] int32 gives the local number of a global id; ``positions``
-    asks for the inverse too; ``zero`` (int32, contiguous) is filled with zeros, before ``rows`` are quantised where
-    `clears_first` says so.
+    Args:
+        topk_ids: Expert ids [M, k], int32 or int64, contiguous.
+        num_experts: Number of local experts.
+        block_m: Rows per tile.
+        workspace: Tensors of `sort_workspaces`, by name.
+        expert_map: Local expert number of each global id [E], int32.
+        rows: Rows to quantize in the same launch.
+        positions: Whether to write the inverse permutation too.
+        zero: Tensor (int32, contiguous) to fill with zeros. Where `clears_first` is true, it is cleared before ``rows``
+            are quantized.
+        pdl: Use programmatic dependent launch.
+
+    Returns:
+        The sorted pairs, views of ``workspace``.
     """
     import triton
 
@@ -240,7 +311,17 @@ def sort_pairs(
 def sort_pairs_torch(
     topk_ids: Tensor, num_experts: int, block_m: int, *, expert_map: Tensor | None = None
 ) -> SortedPairs:
-    """The torch twin of `sort_pairs`: same result, exact sizes, positions of pairs of no group -1, any device."""
+    """Compute `sort_pairs` in PyTorch, on any device.
+
+    Args:
+        topk_ids: As in `sort_pairs`.
+        num_experts: As in `sort_pairs`.
+        block_m: As in `sort_pairs`.
+        expert_map: As in `sort_pairs`.
+
+    Returns:
+        The same result in tensors of exact size. Positions of pairs without a group are -1.
+    """
     ids = topk_ids.flatten().long()
     num_ids = num_experts if expert_map is None else expert_map.numel()
     known = (ids >= 0) & (ids < num_ids)

@@ -1,4 +1,4 @@
-"""Where the parts of a token lie in a buffer of tokens: hidden states, scales, routing, the number of an adapter."""
+"""Byte layout of tokens in a buffer: hidden states, scales, routing, LoRA adapter."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from moe_core.errors import ConfigError
 from moe_core.spec.numerics import FP8_E4M3, INT8
 from moe_core.spec.quant_key import QuantKey, check_one_level
 
-#: what vector loads and stores of hidden states ask for
+#: alignment in bytes that vector loads and stores of hidden states require
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class TokenCode:
-    """How hidden states of ``columns`` K values in ``dtype`` travel: as they are, or as codes with scales.
+    """Storage format of hidden states in transit: unquantized, or as codes with scales.
 
-    ``key``: e4m3 or int8 with scales of each token's own, per token or per 1 x G group.  Raises ConfigError for others.
+    Attributes:
+        columns: Values per token, K.
+        dtype: Dtype of unquantized values.
+        key: Quantization to e4m3 or int8, with dynamic scales per token or per 1 x G group; None sends values
+            unquantized.
+
+    Raises:
+        ConfigError: If the key is not supported.
     """
 
     columns: int
@@ -45,41 +52,52 @@ class TokenCode:
             )
 
     def __hash__(self) -> int:
-        # calls look several things up by it; codes that differ by their keys alone are few
+        # hashed several times per call, so the hash is cheap; few codes differ in their key only
         return hash((self.columns, self.dtype))
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """Of what is stored for a value."""
+        """Dtype of the stored values."""
         if self.key is None:
             return self.dtype
         return torch.float8_e4m3fn if self.key.dtype == FP8_E4M3 else torch.int8
 
     @property
     def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales."""
         return torch.float32 if self.key is None else self.key.scale.dtype
 
     @property
     def groups(self) -> int:
-        """Scales of a token."""
+        """Number of scales per token."""
         if self.key is None:
             return 0
         return 1 if self.key.group_shape.is_per_row else -(-self.columns // self.key.group_size)
 
     @property
     def hidden_nbytes(self) -> int:
+        """Bytes of the stored values of a token."""
         return self.columns * self.code_dtype.itemsize
 
     @property
     def scale_nbytes(self) -> int:
+        """Bytes of the scales of a token."""
         return self.groups * self.scale_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """(first byte, bytes from row to row) of each part; parts that do not travel have any place.
+    """Byte layout of the fields of a token; fields that are not sent have an arbitrary place.
 
     Experts and adapters are int32, router weights float32.
+
+    Attributes:
+        hidden: ``(offset, stride)`` in bytes of the hidden states, like the other pairs.
+        scale: Offset and stride of the scales.
+        weights: Offset and stride of the router weights.
+        experts: Offset and stride of the expert numbers.
+        adapters: Offset and stride of the adapters.
+        nbytes: Size in bytes, of a row or of all tokens.
     """
 
     hidden: tuple[int, int]
@@ -91,12 +109,31 @@ class TokenLayout:
 
     @staticmethod
     def rows(code: TokenCode, top_k: int, *, adapters: bool = False) -> TokenLayout:
-        """A token is one row of bytes, whose parts start at multiples of 16; ``nbytes`` are those of a row."""
+        """Lay out each token as one row of bytes, with fields aligned to 16 bytes.
+
+        Args:
+            code: Storage format of the hidden states.
+            top_k: Slots per token.
+            adapters: Whether the rows contain adapters.
+
+        Returns:
+            Layout whose ``nbytes`` is the size of a row.
+        """
         return _rows(code, top_k, adapters)
 
     @staticmethod
     def parts(code: TokenCode, top_k: int, tokens: int, start: int = 0) -> TokenLayout:
-        """A contiguous tensor for each part of ``tokens`` tokens, from byte ``start`` on, ``nbytes`` in all."""
+        """Lay out each field of all tokens as one contiguous tensor.
+
+        Args:
+            code: Storage format of the hidden states.
+            top_k: Slots per token.
+            tokens: Number of tokens.
+            start: Byte offset of the first field.
+
+        Returns:
+            Layout whose ``nbytes`` is the total size.
+        """
         widths = [code.hidden_nbytes, code.scale_nbytes, 4 * top_k, 4 * top_k, 4]
         starts, nbytes = _starts([width * tokens for width in widths])
         hidden, scale, weights, experts, last = (
@@ -106,7 +143,7 @@ class TokenLayout:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As the kernels take it."""
+        """The offsets and strides as a kernel argument."""
         return (*self.hidden, *self.scale, *self.weights, *self.experts, *self.adapters)
 
     @property
@@ -117,7 +154,7 @@ class TokenLayout:
 
 @functools.lru_cache(maxsize=512)
 def _rows(code: TokenCode, top_k: int, adapters: bool) -> TokenLayout:
-    """Asked several times in each call."""
+    """Compute the layout of rows; cached because each call needs it several times."""
     widths = [code.hidden_nbytes, code.scale_nbytes, 4 * top_k, 4 * top_k, 4 if adapters else 0]
     starts, width = _starts(widths)
     hidden, scale, weights, experts, last = ((start, width) for start in starts)
@@ -125,7 +162,7 @@ def _rows(code: TokenCode, top_k: int, adapters: bool) -> TokenLayout:
 
 
 def _starts(widths: list[int]) -> tuple[list[int], int]:
-    """(first byte of each, end) of parts of so many bytes, each at a multiple of 16."""
+    """Return the offset of each field, aligned to 16 bytes, and the end."""
     starts, end = [], 0
     for width in widths:
         starts.append(end)

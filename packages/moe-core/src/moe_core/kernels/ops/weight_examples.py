@@ -1,4 +1,4 @@
-"""Launches of the weight quantisers that the compile session builds for every target."""
+"""Example launches of the weight quantizers, for the compile check of every target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from moe_core.spec.quant_key import (
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
-    """Experts of DeepSeek-V3 and of a model whose sizes divide by nothing."""
+    """Yield launches for the experts of DeepSeek-V3 and for odd sizes.
+
+    Args:
+        target: The device to compile for.
+
+    Returns:
+        The launches that the target supports.
+    """
     keys = {"int8 channel": kInt8StaticChannelSym, "int8 tensor": kInt8StaticTensorSym}
     if target.kind == "hip" or target.capability >= 89:  # e4m3 conversions
         keys |= {
@@ -43,6 +50,6 @@ def specimens(target: DeviceInfo) -> Iterator[Specimen]:
             yield Specimen(
                 f"quantize weights {name} {rows}x{cols}",
                 partial(quantize_weights, w, key, parts=2, backend="triton"),
-                # sm120, Triton 3.6: blocks of columns that are loaded one by one spill 48 bytes
+                # sm120, Triton 3.6: blocks whose columns are loaded one by one spill 48 bytes
                 max_spills=64 if cols % 16 else 0,
             )

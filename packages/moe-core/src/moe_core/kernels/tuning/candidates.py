@@ -1,4 +1,4 @@
-"""Which launch configurations are worth a try, from one outwards."""
+"""Candidate launch configurations for the search: neighbors of one configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_core.kernels.gemm.heuristics.mixed_input import with_registers
 from moe_core.kernels.gemm.plan import TilePlan
 from moe_core.kernels.tuning.limits import ASKED, NUMBERS, Plan, refusals
 
-#: what decides most first: parts of k loops, steps in flight, warps, tiles, what shares L2, how weights are read
+#: most influential fields first: split-K, pipeline stages, warps, tile sizes, L2 grouping, how weights are read
 ORDER = (
     *("split_k", "num_stages", "num_warps", "block_m", "block_n", "block_w"),
     *("group_m", "tma", "max_registers", "swap_ab", "along_m"),
@@ -20,10 +20,19 @@ ORDER = (
 
 
 def neighbours(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iterator[Plan]:
-    """Plans that differ from ``plan`` in one thing, and are possible for calls with ``first`` to ``last`` tokens.
+    """Yield valid plans that differ from ``plan`` in one respect.
 
-    A step of one value of one GEMM, or of both; then what the heuristics choose for other numbers of tokens, the
-    nearest first, for one GEMM or for both.  The same plan may come twice.
+    First come single steps of one field, of one GEMM or of both. Then come the heuristics' plans for other numbers of
+    tokens, the nearest first, for one GEMM or for both. The same plan may be yielded twice.
+
+    Args:
+        problem: The layer.
+        plan: The plan to start from.
+        first: Smallest number of tokens per call.
+        last: Largest number of tokens per call.
+
+    Yields:
+        Plans that are valid for calls with ``first`` to ``last`` tokens.
     """
     for other in (*_steps(problem, plan), *_own(problem, plan, last)):
         if other != plan and not refusals(problem, other, first, last):
@@ -41,12 +50,12 @@ def _steps(problem: LayerProblem, plan: Plan) -> Iterator[Plan]:
         for turn in (0, 1):
             one, two = (_step(problem, config, name, turn) for config in (plan.gemm1, plan.gemm2))
             yield from (replace(plan, **changes) for changes in ({"gemm1": one}, {"gemm2": two}))
-            # rows are sorted into tiles for both
+            # both GEMMs use the same sorted tiles
             yield replace(plan, gemm1=one, gemm2=two)
 
 
 def _with_finalize(problem: LayerProblem, plan: GemvPlan, fused: bool) -> GemvPlan:
-    """``plan`` with as many rows of each pair in a program of gemm2, or the fewest, fused with finalize or not."""
+    """Fuse gemm2 with finalize or not, keeping the rows of each pair per program (at least 16)."""
     top_k, config = problem.top_k, plan.gemm2
     rows = config.block_n * top_k if fused else max(config.block_n // top_k, 16)
     config = replace(config, block_n=rows, num_warps=max(config.num_warps, top_k if fused else 1))
@@ -54,7 +63,10 @@ def _with_finalize(problem: LayerProblem, plan: GemvPlan, fused: bool) -> GemvPl
 
 
 def _step(problem: LayerProblem, config: Any, name: str, turn: int) -> Any:
-    """``config`` with the next value of ``name``: the larger one first, or the other of two."""
+    """Return ``config`` with the next value of ``name``, or the other boolean.
+
+    Turn 0 gives the larger value, turn 1 the smaller one.
+    """
     value = getattr(config, name)
     if name == "max_registers":
         return with_registers(problem, config) if value == 0 else replace(config, max_registers=0)
@@ -63,7 +75,7 @@ def _step(problem: LayerProblem, config: Any, name: str, turn: int) -> Any:
     if name == "num_stages":
         wanted = value + (1, -1)[turn]
     elif name == "group_m":
-        # what lies between changes little
+        # smaller steps change little
         wanted = value * 8 if turn == 0 else value // 8
     else:
         wanted = value * 2 if turn == 0 else value // 2
@@ -71,7 +83,7 @@ def _step(problem: LayerProblem, config: Any, name: str, turn: int) -> Any:
     if not low <= wanted <= high:
         return config
     stepped = replace(config, **{name: wanted})
-    # another tile has other registers
+    # another tile needs another number of registers
     return with_registers(problem, stepped) if getattr(config, "max_registers", 0) else stepped
 
 

@@ -1,4 +1,4 @@
-"""What a tuning profile has for a selected layer, or why it is not used."""
+"""Look up a selected layer in a tuning profile, or explain why the profile is not used."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import QuantKey, key_name
 
-#: given instead of a path: no profile
+#: value that disables profiles, in place of a path
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class TuningChoice:
-    """``tuned``: measured configurations of the layer, from the profile ``source``; None: not used, for ``reason``."""
+    """Result of the lookup of a layer in a tuning profile.
+
+    Attributes:
+        source: Origin of the profile.
+        tuned: Measured configurations of the layer; None if the profile is not used.
+        reason: Why the profile is not used.
+    """
 
     source: str
     tuned: Tuned | None = None
@@ -36,7 +42,7 @@ class TuningChoice:
         return f"{self.source}: launch configurations for {count} ranges of tokens, up to {last}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready dictionary."""
         ranges = 0 if self.tuned is None else len(self.tuned.ranges)
         return {"source": self.source, "used": self.tuned is not None, "ranges": ranges, "reason": self.reason}
 
@@ -48,7 +54,18 @@ def choose(
     keys: tuple[QuantKey | None, QuantKey | None],
     device: DeviceInfo,
 ) -> TuningChoice | None:
-    """What ``tuning``, or the profile that is found (:func:`find`), has for a layer's ``experts``; None without one."""
+    """Look up a layer's configurations in the given or the default profile.
+
+    Args:
+        tuning: Profile, path, or "none"; None selects the default of :func:`find`.
+        experts: Experts of the layer.
+        config: Configuration of the layer.
+        keys: Quantization of weights and activations.
+        device: The device.
+
+    Returns:
+        The result, or None without a profile.
+    """
     found = find(tuning, device)
     if found is None:
         return None
@@ -79,11 +96,20 @@ def _of_layer(
 
 
 def find(tuning: TuningProfile | str | Path | None, device: DeviceInfo) -> tuple[TuningProfile | str, str] | None:
-    """(the profile or why it can't be used, where it is from): ``tuning``, which may be a path, or what is found.
+    """Find the tuning profile to use.
 
-    Found is what ``MOE_TUNING`` names, else the user's own profile of ``device``, which may be missing or broken.  None
-    where there is none, and for "none", given or as the variable's value.  Raises ConfigError for a path that was
-    given, or named by the variable, and can't be read.
+    It is the given one, the one that ``MOE_TUNING`` names, or the user's own for ``device``. The user's own profile may
+    be missing or broken. The value "none", as argument or in the variable, disables profiles.
+
+    Args:
+        tuning: Profile, path, or "none".
+        device: The device.
+
+    Returns:
+        ``(profile, source)``, with the reason in place of the profile if it cannot be used; None without a profile.
+
+    Raises:
+        ConfigError: If an explicit path, from the argument or the variable, cannot be read.
     """
     if isinstance(tuning, TuningProfile):
         return tuning, "the given profile"
@@ -110,7 +136,7 @@ def find(tuning: TuningProfile | str | Path | None, device: DeviceInfo) -> tuple
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes with a file; None where there is none."""
+    """Return a value that changes with the file; None if there is none."""
     try:
         found = path.stat()
     except (OSError, ValueError):
@@ -124,5 +150,12 @@ def _read(path: Path, stamp: tuple[int, int] | None) -> TuningProfile:
 
 
 def name_of(key: QuantKey | None) -> str | None:
-    """How a profile names a quant key; None for 16 bits."""
+    """Return the name of a quantization key in a profile.
+
+    Args:
+        key: The key; None for 16 bits.
+
+    Returns:
+        The name; None for 16 bits.
+    """
     return None if key is None else key_name(key)

@@ -1,13 +1,15 @@
-"""What launch configurations may be: what kernels accept, and what must stay for the sake of accuracy.
+"""Limits of launch configurations: what the kernels support, and what accuracy requires.
 
-The heuristics stay within it; configurations that were measured, or come from a file, are held to it.
+The heuristics stay within these limits. Configurations that were measured, or read from a file, are checked against
+them.
 
-Two choices decide how numbers are rounded, so that they are the heuristics' alone (`rounding`):
+Two choices change how numbers are rounded, so only the heuristics make them (`rounding`):
 
-- tiles of at most 32 rows sum, or scale, the product of each step by itself, larger ones have no registers for that:
-  with scales of groups they multiply the weights instead, and e2m1 x e4m3 keeps a running sum in the tensor cores
-- the warp-specialised kernel keeps running sums of e4m3 in the tensor cores, which hold fewer bits, where scales do not
-  change along k
+- Tiles of at most 32 rows sum, or scale, the product of each step separately; larger ones lack the registers. With
+  scales of groups, larger tiles multiply the weights by the scales instead, and e2m1 x e4m3 keeps a running sum in the
+  tensor cores.
+- If scales do not change along k, the warp-specialized kernel keeps running sums of e4m3 in the tensor cores, which
+  hold fewer bits.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from moe_core.kernels.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, steps_
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.kernels.gemm.workspaces import MAX_SPLIT_K, MIN_BLOCK_M
 
-#: a layer's launch configurations, whichever kernels they are for
+#: launch configurations of a layer, for either family of kernels
 Plan = TilePlan | GemvPlan
-#: rows of activations up to which a step's product has registers of its own
+#: largest number of activation rows for which a step's product has separate registers
 FEW = 32
-#: fewest and most of each number of a configuration; all are powers of two but those of `_ANY`
+#: (smallest, largest) value of each numeric field; all are powers of two except those in `_ANY`
 NUMBERS = {
     "block_m": (MIN_BLOCK_M, 256),
     "block_n": (8, 256),
@@ -40,39 +42,68 @@ NUMBERS = {
     "group_m": (1, 64),
     "split_k": (1, MAX_SPLIT_K),
 }
-#: columns of h for which a program of gemm1 may find room: rows of h are whole so many columns
+#: largest number of columns of h per program of gemm1: rows of h are padded to multiples of it
 WIDEST = 128
-#: bytes of shared memory for the vectors of a program
+#: shared memory in bytes for the vectors of a program
 _VECTORS = 128 << 10
-#: numbers that are no powers of two, by `mma_sync`, whose words are requested in steps
+#: fields that need not be powers of two, by `mma_sync`, which loads words in steps
 _ANY = {False: ("num_stages",), True: ("num_stages", "block_w")}
-#: what else is free to be, or held to more; other fields have values that the heuristics give them for the layer
+#: further fields that may differ from the heuristics, subject to separate checks; all others keep the heuristics'
+#: values
 FREE = ("tma", "max_registers")
-#: numbers of tokens at which the heuristics are asked what they choose for a layer at all
+#: numbers of tokens at which the heuristics are sampled for a layer
 ASKED = tuple(sorted({step * 2**power // 2 for power in range(1, 18) for step in (2, 3)}))
 
 
 @lru_cache(maxsize=256)
 def own_plans(problem: LayerProblem) -> tuple[TilePlan, ...]:
-    """The heuristics' plans for all numbers of tokens, from few to many."""
+    """Return the heuristics' plans for all numbers of tokens.
+
+    Args:
+        problem: The layer.
+
+    Returns:
+        Distinct plans, from few to many tokens.
+    """
     return tuple(dict.fromkeys(launch_plan(problem, tokens) for tokens in ASKED))
 
 
 def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
-    """What of a configuration decides how numbers are rounded; see the module."""
+    """Return the properties of a configuration that determine rounding.
+
+    See the module docstring.
+
+    Args:
+        problem: The layer.
+        config: Configuration of one GEMM.
+
+    Returns:
+        ``(separate, running)``: whether each step's product is summed or scaled separately, and whether the tensor
+        cores keep running sums.
+    """
     plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
     running = config.warp_specialised and problem.family == "scaled_mm" and not sums_alike(problem)
     return config.block_m <= FEW and not plain, running
 
 
 def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[str]:
-    """Reasons against ``plan`` for calls with ``first`` to ``last`` tokens; empty if there are none."""
+    """Return the reasons why a plan is invalid.
+
+    Args:
+        problem: The layer.
+        plan: The plan.
+        first: Smallest number of tokens per call.
+        last: Largest number of tokens per call.
+
+    Returns:
+        Reasons; empty for a valid plan.
+    """
     found = list(_numbers(plan))
     if plan.pdl and not problem.capability >= 90:
         found.append("dependent launches (pdl) need sm90 or newer")
     if isinstance(plan, GemvPlan):
         return [*found, *_of_gemv(problem, plan, last)]
-    # numbers of tokens between those that are asked may have plans of their own
+    # the heuristics may have other plans at numbers of tokens that are not sampled
     edges = tuple(launch_plan(problem, tokens) for tokens in (first, last))
     own = (*own_plans(problem), *edges)
     for name in ("gemm1", "gemm2"):
@@ -132,7 +163,7 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
         if scaled and config.block_w > 128:
             yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
         if scaled and config.block_n > most:
-            # rows of h have room for whole 128 columns, and a program meets one row of weight scales
+            # rows of h are padded to multiples of 128 columns, and a program reads one row of weight scales
             yield f"{name}: block_n is {config.block_n}, a program has at most {most} rows"
         if not scaled and config.num_stages != 1:
             yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
@@ -162,7 +193,7 @@ def _of_tiles(
         yield "the warp-specialised kernel has tiles of its own: only group_m is free"
     if config.split_k > 1:
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
-        # float32 operands have one plan; 8-bit activations of a float32 layer are no such operands
+        # float32 operands have a single plan; 8-bit activations of a float32 layer are not float32 operands
         if not problem.may_split or (problem.dtype_bytes == 4 and problem.family != "scaled_mm"):
             yield "split_k: this layer's k loops are not split"
         elif config.split_k > steps_of(columns, step):
@@ -172,10 +203,17 @@ def _of_tiles(
 
 
 def widths(problem: LayerProblem, name: str) -> frozenset[int]:
-    """Columns that a tile of ``name``, gemm1 or gemm2, may have.
+    """Return the valid numbers of columns of a tile.
 
-    Those that the heuristics choose.  Half tiles too where nobody relies on whole ones: an epilogue that quantises h
-    fills it up to whole tiles, scales of blocks belong to whole ones.
+    These are the heuristics' values, and half tiles where possible. Half tiles are excluded where other code relies on
+    whole ones: an epilogue that quantizes h pads it to whole tiles, and block scales belong to whole tiles.
+
+    Args:
+        problem: The layer.
+        name: "gemm1" or "gemm2".
+
+    Returns:
+        Valid values of ``block_n``.
     """
     own = frozenset(getattr(plan, name).block_n for plan in own_plans(problem))
     if problem.dtype_bytes == 4 or (problem.family == "scaled_mm" and problem.group_size != -1):

@@ -1,4 +1,4 @@
-"""Launch configurations as JSON: the fields of their dataclasses, whatever those are."""
+"""Launch configurations as JSON, derived from the fields of their dataclasses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,39 @@ from moe_core.errors import ConfigError
 from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
 from moe_core.kernels.gemm.plan import TilePlan
 
-#: plans by the name of their kind in a file
+#: plan classes by the name of their kind in a file
 KINDS: dict[str, type[Any]] = {"tiles": TilePlan, "gemv": GemvPlan}
 T = TypeVar("T")
 
 
 def plan_to_json(plan: TilePlan | GemvPlan) -> dict[str, Any]:
-    """``plan`` with its kind; :func:`plan_from_json` reads it."""
+    """Convert a plan, with its kind, to a dictionary that :func:`plan_from_json` reads.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        JSON-ready dictionary.
+    """
     kind = next(name for name, cls in KINDS.items() if isinstance(plan, cls))
     return {"kind": kind, **asdict(plan)}
 
 
 def plan_from_json(data: object, where: str) -> TilePlan | GemvPlan:
-    """The plan that ``data`` describes.  Raises ConfigError, naming ``where``, for anything else."""
+    """Convert JSON data to a plan.
+
+    Args:
+        data: Parsed JSON.
+        where: Location of the data, for messages.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: If the data is not a valid plan.
+    """
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    # a list or an object can't be looked up
+    # lists and objects are not hashable
     if not isinstance(data, Mapping) or not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"{where} is {str(data)[:80]!r}, expected a plan of the kind {' or '.join(KINDS)}")
     rest = {name: value for name, value in data.items() if name != "kind"}
@@ -34,9 +52,20 @@ def plan_from_json(data: object, where: str) -> TilePlan | GemvPlan:
 
 
 def from_json(cls: type[T], data: object, where: str) -> T:
-    """An instance of a dataclass of numbers, texts and such dataclasses, by its fields' names.
+    """Convert JSON data to a dataclass of numbers, strings and such dataclasses, by field names.
 
-    Fields with defaults may be missing.  Raises ConfigError, naming ``where``, for others and for other types.
+    Fields with defaults may be missing.
+
+    Args:
+        cls: The dataclass.
+        data: Parsed JSON.
+        where: Location of the data, for messages.
+
+    Returns:
+        An instance of ``cls``.
+
+    Raises:
+        ConfigError: If a field is unknown, missing, or of another type.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} is {str(data)[:80]!r}, expected an object")
@@ -62,7 +91,7 @@ def _value(wanted: Any, value: object, where: str) -> Any:
         if value not in choices:
             raise ConfigError(f"{where} is {str(value)[:80]!r}, expected one of {', '.join(map(str, choices))}")
         return value
-    # True is an int to Python, not to a reader of the file
+    # bool is a subclass of int in Python, but not a number in JSON
     if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
         raise ConfigError(f"{where} is {str(value)[:80]!r}, expected {wanted.__name__}")
     return value

@@ -1,4 +1,4 @@
-"""A tuning profile: what ``moe tune`` measured on one GPU, as a value and as a JSON file.
+"""Tuning profile: what ``moe tune`` measured on one GPU, as a value and as a JSON file.
 
     {"profile": 1, "gpu": "NVIDIA A100-SXM4-80GB", "arch": "sm80", "kernels": 3,
      "versions": {"moe-core": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
@@ -6,9 +6,10 @@
                  "ranges": [{"first": 1, "last": 1, "default_us": 20.1, "best_us": 18.4,
                              "plan": {"kind": "tiles", "gemm1": {…}, "gemm2": {…}, …}}]}]}
 
-Figures in µs are of a whole call.  A layer is known by its problem (sizes, element type, scales, device) and keys.  A
-range holds what was measured at ``last`` tokens, the nearest measured number above: at the same layer, more tokens are
-more rows per expert, and a tile that has room for more rows loses less than one that has not.
+Times in µs are for a whole call. A layer is identified by its problem (sizes, element type, scales, device) and keys.
+
+A range uses what was measured at ``last`` tokens, the nearest measured number above. At the same layer, more tokens
+mean more rows per expert, and a tile that is too tall costs less than one that is too short.
 """
 
 from __future__ import annotations
@@ -27,17 +28,25 @@ from moe_core.kernels.tuning.plans import from_json, plan_from_json, plan_to_jso
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import distribution_version, parse_version
 
-#: of the file's form
+#: version of the file format
 FORM = 1
-#: bytes of a file; that of a thousand layers with 16 ranges has 6 MB
+#: largest file size in bytes; a thousand layers with 16 ranges take 6 MB
 MOST_BYTES = 16 << 20
-#: distributions that are named in a profile
+#: distributions whose versions a profile records
 NAMED = ("moe-core", "torch", "triton")
 
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """What was measured of one kind of layer; keys by name, None for 16 bits."""
+    """Measurements of one kind of layer.
+
+    Attributes:
+        scheme: Quantization scheme.
+        weight_key: Name of the weight quantization; None for 16 bits.
+        activation_key: Name of the activation quantization; None for 16 bits.
+        problem: The layer, as the heuristics see it.
+        ranges: Best plan for each range of tokens.
+    """
 
     scheme: str
     weight_key: str | None
@@ -46,15 +55,27 @@ class TunedLayer:
     ranges: tuple[TunedRange, ...]
 
     def same_layer(self, other: TunedLayer) -> bool:
-        """Whether ``other`` is about the same kind of layer."""
+        """Report whether ``other`` measures the same kind of layer.
+
+        Args:
+            other: Another measurement.
+
+        Returns:
+            Whether everything but the ranges is equal.
+        """
         return replace(self, ranges=()) == replace(other, ranges=())
 
 
 @dataclass(frozen=True)
 class TuningProfile:
-    """Layers measured on one GPU, with one state of the kernels and one Triton.
+    """Layers measured on one GPU, with one revision of the kernels and one Triton version.
 
-    ``gpu``: the name by which its driver knows it; ``kernels``: see `moe_core.kernels.gemm.heuristics.KERNELS`.
+    Attributes:
+        gpu: Name of the GPU, as its driver reports it.
+        arch: Architecture of the GPU.
+        layers: Measured layers.
+        kernels: Revision of the kernels, see `moe_core.kernels.gemm.heuristics.KERNELS`.
+        versions: Versions of the installed distributions.
     """
 
     gpu: str
@@ -65,11 +86,25 @@ class TuningProfile:
 
     @staticmethod
     def of_this_machine(device: DeviceInfo) -> TuningProfile:
-        """An empty one for ``device`` and what is installed."""
+        """Create an empty profile for ``device`` and the installed versions.
+
+        Args:
+            device: The device.
+
+        Returns:
+            A profile without layers.
+        """
         return TuningProfile(device.name, device.arch, versions={name: distribution_version(name) for name in NAMED})
 
     def reason_against(self, device: DeviceInfo) -> str | None:
-        """Why nothing of it may be used on ``device`` with what is installed, or None."""
+        """Explain why the profile cannot be used on ``device`` with the installed versions.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The reason, or None if it can be used.
+        """
         if (self.gpu, self.arch) != (device.name, device.arch):
             return f"measured on {self.gpu} ({self.arch}), this is {device}"
         if self.kernels != KERNELS:
@@ -80,18 +115,34 @@ class TuningProfile:
         return None
 
     def find(self, weight_key: str | None, activation_key: str | None, problem: LayerProblem) -> Tuned | None:
-        """What was measured of a layer, or None."""
+        """Return the measured configurations of a layer.
+
+        Args:
+            weight_key: Name of the weight quantization; None for 16 bits.
+            activation_key: Name of the activation quantization; None for 16 bits.
+            problem: The layer, as the heuristics see it.
+
+        Returns:
+            The configurations, or None if the layer was not measured.
+        """
         for layer in self.layers:
             if (layer.weight_key, layer.activation_key, layer.problem) == (weight_key, activation_key, problem):
                 return Tuned(layer.ranges)
         return None
 
     def with_layer(self, layer: TunedLayer) -> TuningProfile:
-        """The profile with ``layer``, in place of what it held of the same kind."""
+        """Return the profile with ``layer`` added, or replaced if it contains the same kind.
+
+        Args:
+            layer: The measurement.
+
+        Returns:
+            A new profile.
+        """
         return replace(self, layers=(*(one for one in self.layers if not one.same_layer(layer)), layer))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready dictionary."""
         return {
             "profile": FORM,
             "gpu": self.gpu,
@@ -111,13 +162,24 @@ class TuningProfile:
         }
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Return the text of the file."""
         return json.dumps(self.as_dict(), indent=1) + "\n"
 
     @staticmethod
     def from_json(content: bytes, where: str) -> TuningProfile:
-        """The profile that a file holds.  Raises ConfigError, naming ``where`` and what is wrong."""
-        # here: reading files of checkpoints imports more than looking up a plan needs
+        """Parse the content of a profile file.
+
+        Args:
+            content: Content of the file.
+            where: Name of the file, for messages.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ConfigError: If the content is invalid; the message states what is wrong.
+        """
+        # imported here: the checkpoint readers import more than the lookup of a plan needs
         from moe_core._support.strict_json import parse_object
 
         try:
@@ -137,14 +199,24 @@ class TuningProfile:
         if not isinstance(layers, list):
             raise ConfigError(f"{where}: layers is {str(layers)[:80]!r}, expected a list")
         if kernels != KERNELS:
-            # configurations of other kernels may have other fields; the reason is told where it is to be used
+            # configurations of other kernels may have other fields; `reason_against` reports the mismatch on use
             layers = []
         made = tuple(_layer(layer, f"{where}: layers[{number}]") for number, layer in enumerate(layers))
         return TuningProfile(gpu, arch, made, kernels, versions)
 
     @staticmethod
     def read(path: Path) -> TuningProfile:
-        """As :meth:`from_json`, of a file.  Raises ConfigError where it can't be read too."""
+        """Read a profile file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ConfigError: If the file cannot be read, or its content is invalid.
+        """
         try:
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES + 1)

@@ -1,9 +1,9 @@
-"""Find the best launch configurations of one layer within a time.
+"""Find the best launch configurations of one layer within a time budget.
 
-For each number of tokens the search starts from the built-in plan, times its neighbours (`candidates`), and goes on
-from whatever is better.  Numbers of tokens take turns, so that little time is spread over all.  What a round times is
-compiled before, in parallel.  In the end the built-in plan and the best one are timed again, in turn, and the best is
-only kept where it is ahead by more than such times scatter.
+For each number of tokens the search starts from the built-in plan, times its neighbors (`candidates`), and continues
+from whatever is faster. The numbers of tokens take turns, so that a short budget is spread over all of them. The plans
+of a round are compiled beforehand, in parallel. In the end the built-in plan and the best one are timed again,
+alternately. The best plan is kept only if its advantage exceeds measurement noise.
 """
 
 from __future__ import annotations
@@ -18,32 +18,57 @@ from moe_core.kernels.gemm.heuristics.tuned import TunedRange
 from moe_core.kernels.tuning.candidates import neighbours
 from moe_core.kernels.tuning.limits import Plan, refusals
 
-#: what a plan must save to be kept instead of the built-in one
+#: fraction of the time a plan must save to replace the built-in one
 AHEAD = 0.02
-#: times that each of the two is measured in the end
+#: number of final measurements of each of the two plans
 TURNS = 3
-#: part of the time that is kept for that
+#: fraction of the time budget reserved for the final measurements
 KEPT = 0.15
-#: told what is going on, and the part of the time that is over
+#: callback that receives a status text and the elapsed fraction of the time budget
 Progress = Callable[[str, float], None]
 
 
 class Rig(Protocol):
-    """What measures: a layer on a GPU, or a stand-in."""
+    """Measurement interface: a layer on a GPU, or a test double."""
 
     def default(self, tokens: int) -> Plan:
-        """The built-in plan."""
+        """Return the built-in plan.
+
+        Args:
+            tokens: Number of tokens per call.
+
+        Returns:
+            The plan.
+        """
 
     def prepare(self, trials: Sequence[tuple[int, Plan]]) -> list[bool]:
-        """Compile what calls with so many tokens, by a plan, need; which of them can run."""
+        """Compile the kernels for calls with given numbers of tokens and plans.
+
+        Args:
+            trials: Numbers of tokens and plans.
+
+        Returns:
+            Whether each trial can run.
+        """
 
     def seconds(self, tokens: int, plan: Plan) -> float:
-        """The time of a call, typical of many; infinite where it fails."""
+        """Measure the typical time of a call.
+
+        Args:
+            tokens: Number of tokens per call.
+            plan: The plan.
+
+        Returns:
+            Seconds; infinity if the call fails.
+        """
 
 
 @dataclass
 class _Point:
-    """A number of tokens: the range that it stands for, the best plan so far, and what is still to be tried."""
+    """A measured number of tokens, with the range it represents.
+
+    Holds the best plan so far, and the plans still to try.
+    """
 
     first: int
     last: int
@@ -55,12 +80,12 @@ class _Point:
     seen: set[Plan] = field(default_factory=set)
 
     def look_around(self, problem: LayerProblem) -> None:
-        """Put the best plan's neighbours before what is left."""
+        """Put the neighbors of the best plan in front of the queue."""
         fresh = dict.fromkeys(neighbours(problem, self.best, self.first, self.last))
         self.queue = [plan for plan in dict.fromkeys((*fresh, *self.queue)) if plan not in self.seen]
 
     def hear_of(self, plan: Plan, problem: LayerProblem) -> None:
-        """Try first what is best for a neighbouring number of tokens."""
+        """Put the best plan of an adjacent number of tokens in front of the queue."""
         if plan not in self.seen and not refusals(problem, plan, self.first, self.last):
             self.queue = [plan, *(other for other in self.queue if other != plan)]
 
@@ -75,10 +100,21 @@ def search(
     at_once: int = 8,
     progress: Progress | None = None,
 ) -> tuple[TunedRange, ...]:
-    """The best plan that was found for each of ``tokens``, in ``seconds`` by ``clock``; at least the built-in ones.
+    """Find the best plan for each number of tokens within a time budget.
 
-    ``at_once``: plans that are compiled before any is timed.  A range reaches from one number of tokens, excluded, to
-    the next; the first begins with its own.
+    A range extends from one number of tokens, exclusive, to the next; the first range contains only its own number.
+
+    Args:
+        problem: The layer.
+        tokens: Numbers of tokens to measure.
+        rig: Measures plans.
+        seconds: Time budget.
+        clock: Returns the time in seconds.
+        at_once: Number of plans to compile before any of them is timed.
+        progress: Callback for the status text and the elapsed fraction of the budget.
+
+    Returns:
+        The best plan of each range; the built-in one if none is faster.
     """
     start = clock()
     counts = sorted(set(tokens))
@@ -106,7 +142,7 @@ def search(
         fits = rig.prepare([(point.last, plan) for point, plan in batch])
         better = set()
         for (point, plan), fit in zip(batch, fits, strict=True):
-            # every range has its turn of the first round
+            # every range gets its turn in the first round, even beyond the budget
             if clock() >= end and tried > len(points):
                 break
             tried += 1
@@ -124,7 +160,7 @@ def search(
 
 
 def _batch(points: Sequence[_Point], at_once: int) -> list[tuple[_Point, Plan]]:
-    """The next plans: one of each point in turn, points with the same plans together."""
+    """Return the next plans: one per point in turn."""
     found: list[tuple[_Point, Plan]] = []
     while len(found) < at_once and any(point.queue for point in points):
         for point in points:
@@ -140,7 +176,7 @@ def _ahead(points: Sequence[_Point]) -> int:
 
 
 def _timed_again(point: _Point, rig: Rig) -> TunedRange:
-    """The range, with times that were taken side by side."""
+    """Time the default and the best plan alternately, and return the range with the better one."""
     plan = point.best
     if plan != point.default and point.best_seconds < (1 - AHEAD) * point.default_seconds:
         times = [(rig.seconds(point.last, point.default), rig.seconds(point.last, plan)) for _ in range(TURNS)]

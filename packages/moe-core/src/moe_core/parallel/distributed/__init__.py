@@ -1,4 +1,4 @@
-"""The ranks of a layer on torch.distributed: process groups, time-outs, what they agree about at the start."""
+"""The ranks of a layer on torch.distributed: process groups, timeouts, agreement checks."""
 
 from moe_core.parallel.distributed.agreement import check_agreement
 from moe_core.parallel.distributed.communication import Communicator

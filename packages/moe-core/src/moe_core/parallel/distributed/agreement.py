@@ -1,6 +1,7 @@
-"""What ranks must agree about, compared once at the start: a difference would be a wrong result, or a hang, later.
+"""Compare once, at construction, what ranks must agree on.
 
-Each rank states facts as texts.  A fact is compared among the ranks that state it.
+Otherwise a difference would cause a wrong result or a hang later. Each rank states facts as strings. A fact is compared
+among the ranks that state it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,25 @@ if TYPE_CHECKING:
     from moe_core.interface.experts import FusedMoEExperts
     from moe_core.parallel.placement.placement import ExpertPlacement
 
-#: texts of values that an error shows
+#: Longest value, in characters, that an error shows.
 _LONGEST = 200
-#: of a config, what belongs to a rank
+#: Config fields that differ between ranks.
 _OF_A_RANK = ("parallel", "num_local_experts", "intermediate_size")
 
 
 def check_agreement(ranks: Communicator, facts: Mapping[str, str]) -> None:
-    """Compare ``facts`` among ``ranks``, which call this together; ranks are named by their place in the group.
+    """Compare facts among ranks; all ranks call this together.
 
-    Raises ConfigError, on every rank, with the ranks' numbers, the values of the first fact that differs, and the names
-    of the others; CommunicationError where a rank does not come.
+    Ranks are named by their position in the group.
+
+    Args:
+        ranks: The ranks.
+        facts: Values of this rank, by name.
+
+    Raises:
+        ConfigError: Facts differ. Raised on every rank, with the numbers of the ranks, the values of the first
+            differing fact, and the names of the others.
+        CommunicationError: A rank did not call.
     """
     stated: list[dict[str, str]] = [
         json.loads(text) for text in exchange(ranks, json.dumps(dict(facts)), "ranks compare their layers")
@@ -61,7 +70,7 @@ def check_agreement(ranks: Communicator, facts: Mapping[str, str]) -> None:
     )
 
 
-#: number of layers whose facts the ranks of a group have compared
+#: Number of layers whose facts the ranks of a group have compared.
 _COMPARED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -73,10 +82,23 @@ def check_layers(
     prepare_finalize: str = "",
     layer: str = "",
 ) -> int:
-    """Compare what the ranks' parts of a layer are: :func:`check_agreement` of :func:`layer_facts`.
+    """Compare the facts of a layer among its ranks.
+
+    This is :func:`check_agreement` of :func:`layer_facts`.
+
+    Args:
+        ranks: The ranks.
+        experts: This rank's experts.
+        placement: Placement used by dispatch, if any.
+        prepare_finalize: Name of the prepare/finalize, if the caller passed one.
+        layer: Name of the layer in its checkpoint.
 
     Returns:
-        The layer's number among those that these ranks have compared, the same on all ranks.
+        Number of the layer among those that these ranks have compared, the same on all ranks.
+
+    Raises:
+        ConfigError: As in :func:`check_agreement`.
+        CommunicationError: As in :func:`check_agreement`.
     """
     check_agreement(ranks, layer_facts(experts, placement, prepare_finalize=prepare_finalize, layer=layer))
     number = _COMPARED[ranks.group] = _COMPARED.get(ranks.group, 0) + 1
@@ -86,10 +108,16 @@ def check_layers(
 def layer_facts(
     experts: FusedMoEExperts, placement: ExpertPlacement | None, *, prepare_finalize: str = "", layer: str = ""
 ) -> dict[str, str]:
-    """What the ranks of one layer must agree about.
+    """Return the facts that the ranks of a layer must agree on.
 
-    ``placement``: where tokens are sent by one; ``prepare_finalize``: its name, where it was given; ``layer``: the
-    layer's name in its checkpoint.
+    Args:
+        experts: This rank's experts.
+        placement: Placement used by dispatch, if any.
+        prepare_finalize: Name of the prepare/finalize, if the caller passed one.
+        layer: Name of the layer in its checkpoint.
+
+    Returns:
+        Values by name.
     """
     config = experts.config
     parallel = config.parallel
@@ -103,12 +131,12 @@ def layer_facts(
         "prepare/finalize": prepare_finalize,
         "the quantisation of weights": key_name(experts.weight_key),
         "the quantisation of activations": key_name(experts.activation_key),
-        # ranks of one tp_rank hold the same columns of their experts
+        # Ranks with the same tp_rank hold the same columns of their experts.
         f"intermediate_size of tp_rank {parallel.tp_rank}": str(config.intermediate_size),
         "the form in which tokens travel": key_name(experts.activation_key if experts.takes_quantized else None),
         "the placement of experts": "none" if placement is None else str([list(held) for held in placement.ranks]),
     }
-    # a custom routing function has an address in its text, and says nothing
+    # The text of a custom routing function contains its address, which carries no information.
     skipped = {*_OF_A_RANK, *(("routing",) if config.routing is not None and config.routing.custom else ())}
     return facts | {
         field.name: str(getattr(config, field.name)) for field in fields(config) if field.name not in skipped
@@ -116,7 +144,19 @@ def layer_facts(
 
 
 def exchange(ranks: Communicator, text: str, what: str) -> list[str]:
-    """The text of every rank, in their order; ``what``: a clause for errors.  Raises CommunicationError."""
+    """All-gather a string among ranks.
+
+    Args:
+        ranks: The ranks.
+        text: String of this rank.
+        what: A clause for errors.
+
+    Returns:
+        The string of every rank, in their order.
+
+    Raises:
+        CommunicationError: A rank did not call.
+    """
     size, device = dist.get_world_size(ranks.group), ranks.device
     content = text.encode()
     lengths = torch.empty(size, dtype=torch.int64, device=device)

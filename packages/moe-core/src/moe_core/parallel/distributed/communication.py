@@ -1,4 +1,4 @@
-"""Calls among the ranks of a process group, with errors that say who did not come, and in time."""
+"""Communication in a process group, with timeouts and errors that name the ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from moe_core.errors import CommunicationError, MoEError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: how long the host asks without a pause whether the device is ready
+#: How long the host polls the device without sleeping.
 _SPIN_SECONDS = 2e-3
 
 
 class SharedByCopies:
-    """What a rank has together with other ranks: copies of a layer share it, as these ranks know of one alone."""
+    """Base of objects that deep copies of a layer share.
+
+    They represent state that a rank shares with other ranks, which know of only one such object.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -31,10 +34,13 @@ class SharedByCopies:
 
 @dataclass(frozen=True, eq=False)
 class Communicator(SharedByCopies):
-    """What calls among the ranks of ``group`` go through.
+    """Communication among the ranks of a process group.
 
-    ``timeout``: that of the group, after which errors say that a rank did not come.  ``what`` of a call is a clause for
-    errors: "tokens are gathered".
+    ``what`` arguments are clauses for error messages: "tokens are gathered".
+
+    Attributes:
+        group: The process group.
+        timeout: Timeout of the group, after which an error reports that a rank did not respond.
     """
 
     group: ProcessGroup
@@ -42,24 +48,40 @@ class Communicator(SharedByCopies):
 
     @property
     def members(self) -> list[int]:
-        """Ranks of torch's default process group, in the group's order."""
+        """Ranks in torch's default process group, in the order of this group."""
         return list(dist.get_process_group_ranks(self.group))
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are that the group sends: the current GPU for NCCL, else the CPU."""
+        """Device of the tensors that the group communicates: the current GPU for NCCL, else the CPU."""
         if "nccl" in dist.get_backend(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def communicating(self, what: str) -> Communicating:
-        """A context in which errors of torch.distributed become CommunicationError, with the ranks."""
+        """Return a context that converts errors of torch.distributed to CommunicationError.
+
+        Args:
+            what: A clause for errors.
+
+        Returns:
+            The context manager.
+        """
         return Communicating(what, lambda: self.members, self.timeout)
 
     def begin(self, what: str, call: Callable[..., Any], *arguments: Any) -> Pending[None]:
-        """Begin ``call(*arguments)``, a collective of torch.distributed.
+        """Begin a collective of torch.distributed.
 
-        Raises CommunicationError, as waiting for the result does.
+        Args:
+            what: A clause for errors.
+            call: The collective, called as ``call(*arguments)``.
+            arguments: Its arguments.
+
+        Returns:
+            The pending result; waiting for it may raise CommunicationError too.
+
+        Raises:
+            CommunicationError: The collective could not be started.
         """
         with self.communicating(what):
             work = call(*arguments, group=self.group, async_op=True)
@@ -71,9 +93,17 @@ class Communicator(SharedByCopies):
         return Pending(finish)
 
     def numbers(self, tensor: Tensor, what: str) -> list[int]:
-        """The integers of a tensor [n], which a call between ranks may write, on the host, which waits for them.
+        """Copy integers that a collective may have written to the host, and wait for them.
 
-        On a GPU too it waits no longer than the time-out: then CommunicationError is raised.
+        Args:
+            tensor: Integers ``[n]``.
+            what: A clause for errors.
+
+        Returns:
+            The integers.
+
+        Raises:
+            CommunicationError: The timeout expired, on a GPU too.
         """
         if tensor.is_cuda:
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -84,12 +114,16 @@ class Communicator(SharedByCopies):
         return found
 
     def synchronize(self, what: str = "work is done on the device", device: torch.device | None = None) -> None:
-        """Wait on the host for the work of the current CUDA stream, calls between ranks too, within the time-out.
+        """Wait on the host for the current CUDA stream, including its communication, with a timeout.
 
-        ``device``: the GPU whose stream it is, default the current one.
+        ``torch.cuda.synchronize`` would wait forever for a missing rank, until NCCL's watchdog ends the process.
 
-        ``torch.cuda.synchronize`` would wait for ever for a rank that is not there, until the watchdog of NCCL ends the
-        process.  Raises CommunicationError.
+        Args:
+            what: A clause for errors.
+            device: GPU of the stream. Default: the current one.
+
+        Raises:
+            CommunicationError: The timeout expired.
         """
         done: Any = torch.cuda.current_stream(device).record_event()
         started = time.monotonic()
@@ -103,9 +137,14 @@ class Communicator(SharedByCopies):
 
 
 class Communicating:
-    """A context: errors of torch.distributed become CommunicationError; what is no such error passes.
+    """Context that converts errors of torch.distributed to CommunicationError.
 
-    ``what``: a clause; ``ranks`` gives those that take part.
+    Other errors pass through. The message names the participating ranks.
+
+    Args:
+        what: A clause for errors.
+        ranks: Function that returns the participating ranks.
+        timeout: Timeout, for the message.
     """
 
     def __init__(self, what: str, ranks: Callable[[], Sequence[int]], timeout: timedelta) -> None:
@@ -115,7 +154,7 @@ class Communicating:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # torch raises the errors of NCCL and Gloo as RuntimeError, DistBackendError among them
+        # torch raises errors of NCCL and Gloo as RuntimeError; DistBackendError is a subclass.
         if isinstance(error, RuntimeError) and not isinstance(error, MoEError):
             raise CommunicationError(
                 f"rank {dist.get_rank()}: {self._what} among ranks {list(self._ranks())}, and this did not end: "

@@ -1,30 +1,31 @@
-"""What communication of each prepare/finalize class costs: bytes, calls and hops between ranks, seconds per layer.
+"""Communication cost model of prepare/finalize classes: bytes, calls, hops and seconds.
 
-Routing is taken to be uniform: a token's k experts are any k of the E, all sets of them equally likely, independently
-of other tokens.
+The model assumes uniform routing: a token's k experts are any k of the E, all sets equally likely, independent of other
+tokens.
 
-**How many ranks a token goes to.** A rank holds L of the E experts.  Of the C(E, k) sets of experts, C(E - L, k) have
-none of its own, so a token goes to it with the probability ``p = 1 - C(E - L, k) / C(E, k)``.  The number of ranks that
-it goes to is the sum over all ranks of "it goes there" (1 or 0), and the expectation of a sum is the sum of the
-expectations, whether the parts depend on each other or not: ``P * p`` for P ranks that hold L each.  The same with the
-experts of a whole domain in place of L counts domains.  And an expert has at least one of T independent tokens with the
+**Number of ranks that a token goes to.** A rank holds L of the E experts. Of the C(E, k) sets of experts, C(E - L, k)
+contain none of its experts, so a token goes to it with probability ``p = 1 - C(E - L, k) / C(E, k)``. The number of
+ranks that a token goes to is the sum over all ranks of an indicator. The expectation of a sum is the sum of the
+expectations, even if the terms are dependent: ``P * p`` for P ranks that hold L experts each. With the experts of a
+whole domain in place of L, the same formula counts domains. An expert has at least one of T independent tokens with
 probability ``1 - (1 - k / E)**T``.
 
-**Seconds of a step** between ranks: what its kind takes before anything moves, the hops that its last byte makes, and
-the larger of bytes over NVLink and bytes over the network, each over the bandwidth of one GPU that the kind attains::
+**Seconds of a step** between ranks: the time of its kind before anything moves, the hops of its last byte, and the
+larger of the NVLink time and the network time, each as bytes over the bandwidth of one GPU that the kind attains::
 
     call + near_hops * near.latency + far_hops * far.latency
          + max(near_bytes / (near * efficiency), far_bytes / (far * far_efficiency))
 
-Kernels that write into other GPUs' memory also read and write rows in their own GPU's while no link is busy: tokens as
-they leave, results as they are added.  What of that exceeds the cache takes its bytes over the bandwidth of memory that
-such kernels attain (what a library's collective copies by itself is in the bandwidth that it attains)::
+Kernels that write into the memory of other GPUs also read and write rows in their own GPU's memory while no link is
+busy: tokens as they leave, results as they are added. The bytes of this that exceed the cache take time at the memory
+bandwidth that such kernels attain. (Copies made by a library's collective are part of the bandwidth that it attains.)::
 
     max(memory_bytes - cache, 0) / (memory_bandwidth * memory_efficiency)
 
-**Seconds of a layer**: the larger of weights over memory bandwidth and products over the tensor cores' rate (the
-experts' share at its limit, no kernel's time), and the steps.  One after the other (``seconds``); or, where another
-batch is computed while tokens travel (``overlapped``), the larger of computing and moving bytes, and calls and hops.
+**Seconds of a layer**: compute plus the steps. Compute is the larger of weights over memory bandwidth and products over
+the tensor core rate, a lower bound for the experts and not the time of a kernel. ``seconds`` adds everything up.
+``overlapped``, where another batch is computed while tokens are in flight, is the larger of compute and transfer, plus
+calls and hops.
 """
 
 from __future__ import annotations
@@ -49,18 +50,38 @@ from moe_core.parallel.distributed.machine import (
 from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig, TokenSharing, whole_number
 from moe_core.spec.quant_key import QuantKey, check_one_level
 
-#: bytes of a slot's routing: a float32 weight and an int32 id
+#: Bytes of routing per (token, expert) pair: a float32 weight and an int32 id.
 ROUTING_BYTES = 8
 
 
 def hit_probability(num_experts: int, held: int, top_k: int) -> Fraction:
-    """The probability that a token has at least one of ``held`` experts among its ``top_k`` of ``num_experts``."""
+    """Return the probability that a token chooses at least one of some experts.
+
+    Args:
+        num_experts: Number of experts E.
+        held: Number of experts of interest.
+        top_k: Number of experts per token.
+
+    Returns:
+        The exact probability.
+    """
     return 1 - Fraction(math.comb(max(num_experts - held, 0), top_k), math.comb(num_experts, top_k))
 
 
 @cache
 def expected_ranks(num_experts: int, ep_size: int, top_k: int) -> Fraction:
-    """How many expert-parallel ranks a token goes to on average, where the first hold one more if E does not divide."""
+    """Return the mean number of expert-parallel ranks that a token goes to.
+
+    If ``ep_size`` does not divide E, the first ranks hold one expert more.
+
+    Args:
+        num_experts: Number of experts E.
+        ep_size: Number of expert-parallel ranks.
+        top_k: Number of experts per token.
+
+    Returns:
+        The exact mean.
+    """
     each, more = divmod(num_experts, ep_size)
     return more * hit_probability(num_experts, each + 1, top_k) + (ep_size - more) * hit_probability(
         num_experts, each, top_k
@@ -68,12 +89,31 @@ def expected_ranks(num_experts: int, ep_size: int, top_k: int) -> Fraction:
 
 
 def active_experts(num_experts: int, held: int, top_k: int, tokens: int) -> float:
-    """How many of ``held`` experts have at least one of ``tokens`` on average."""
+    """Return the mean number of experts that have at least one token.
+
+    Args:
+        num_experts: Number of experts E.
+        held: Number of experts of interest.
+        top_k: Number of experts per token.
+        tokens: Number of tokens.
+
+    Returns:
+        The mean.
+    """
     return held * (1 - (1 - top_k / num_experts) ** tokens)
 
 
 def payload_bytes(hidden_size: int, dtype_bytes: int, key: QuantKey | None) -> int:
-    """Bytes of a token's hidden state as it travels: as it is (``key`` None), or quantised with its dynamic scales."""
+    """Return the bytes of a token's hidden state in flight, including dynamic scales.
+
+    Args:
+        hidden_size: Hidden size K.
+        dtype_bytes: Bytes per unquantized value.
+        key: Quantization; None for unquantized.
+
+    Returns:
+        Number of bytes.
+    """
     check_one_level(key, "payload")
     if key is None:
         return hidden_size * dtype_bytes
@@ -83,14 +123,28 @@ def payload_bytes(hidden_size: int, dtype_bytes: int, key: QuantKey | None) -> i
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a group as one of them sees them: ``size`` in all, ``near`` of them in its domain, itself too."""
+    """The ranks of a group as seen by one of them.
+
+    Attributes:
+        size: Number of ranks.
+        near: Number of ranks in its domain, including itself.
+    """
 
     size: int
     near: int
 
     @staticmethod
     def of(size: int, stride: int, domain: int) -> Peers:
-        """``size`` ranks that are ``stride`` apart, in domains of ``domain`` ranks; the domain that has fewest."""
+        """Describe ranks at a fixed stride; uses the domain with the fewest of them.
+
+        Args:
+            size: Number of ranks.
+            stride: Distance between consecutive ranks.
+            domain: Number of ranks per domain.
+
+        Returns:
+            The peers.
+        """
         counts: dict[int, int] = {}
         for member in range(0, size * stride, stride):
             counts[member // domain] = counts.get(member // domain, 0) + 1
@@ -98,22 +152,27 @@ class Peers:
 
     @property
     def domains(self) -> int:
+        """Number of domains that the ranks span."""
         return -(-self.size // self.near)
 
     @property
     def far(self) -> int:
-        """Ranks of other domains."""
+        """Number of ranks in other domains."""
         return self.size - self.near
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call between ranks, as a rank sees it.
+    """One communication call, as seen by a rank.
 
-    ``near_bytes`` and ``far_bytes`` that it sends (and receives: the same where routing is uniform) over NVLink and
-    over the network; ``near_hops`` and ``far_hops`` that the last byte makes; ``kind`` of :mod:`.machine`; ``syncs``:
-    how often the host waits for a number from the GPU; ``memory_bytes`` that its kernels read and write in a GPU's own
-    memory, others' writes too.
+    Attributes:
+        kind: Kind of step, see :mod:`.machine`.
+        near_bytes: Bytes sent over NVLink; the same number is received, since routing is uniform.
+        far_bytes: Bytes sent over the network; the same number is received.
+        near_hops: Hops of the last byte over NVLink.
+        far_hops: Hops of the last byte over the network.
+        syncs: Number of times that the host waits for a number from the GPU.
+        memory_bytes: Bytes that its kernels read and write in a GPU's own memory, including writes of other GPUs.
     """
 
     kind: str
@@ -125,41 +184,79 @@ class Step:
     memory_bytes: float = 0.0
 
     def latency(self, machine: Machine) -> float:
-        """Seconds of its calls and hops."""
+        """Return the seconds of calls, hops and host synchronization.
+
+        Args:
+            machine: The machine.
+
+        Returns:
+            Seconds.
+        """
         hops = self.near_hops * machine.near.latency + self.far_hops * machine.far.latency
         return machine.kinds[self.kind].call + hops + self.syncs * machine.sync
 
     def transfer(self, machine: Machine) -> float:
-        """Seconds that its bytes take, between GPUs and in memory."""
+        """Return the seconds to move the bytes, between GPUs and in memory.
+
+        Args:
+            machine: The machine.
+
+        Returns:
+            Seconds.
+        """
         kind, near, far = machine.kinds[self.kind], machine.near.bandwidth, machine.far.bandwidth
         links = max(self.near_bytes / (near * kind.efficiency), self.far_bytes / (far * kind.far))
         return links + self.memory(machine)
 
     def memory(self, machine: Machine) -> float:
-        """Seconds that its bytes take in a GPU's own memory."""
+        """Return the seconds to move the bytes in a GPU's own memory.
+
+        Args:
+            machine: The machine.
+
+        Returns:
+            Seconds.
+        """
         if machine.cache is None:
             return 0.0
         return max(self.memory_bytes - machine.cache, 0.0) / (machine.memory_bandwidth * machine.memory_efficiency)
 
     def wire(self, machine: Machine) -> float:
-        """Seconds that its bytes take at the links' whole bandwidth."""
+        """Return the seconds to move the bytes at full link bandwidth.
+
+        Args:
+            machine: The machine.
+
+        Returns:
+            Seconds.
+        """
         return max(self.near_bytes / machine.near.bandwidth, self.far_bytes / machine.far.bandwidth)
 
     def hops(self, machine: Machine) -> float:
-        """Seconds of its hops, and of the host's waiting."""
+        """Return the seconds of hops and host synchronization.
+
+        Args:
+            machine: The machine.
+
+        Returns:
+            Seconds.
+        """
         return self.latency(machine) - machine.kinds[self.kind].call
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a call moves between the ranks of a layer.
+    """The data that a call moves between the ranks of a layer.
 
-    - ``parallel``: the ranks, and which of them bring the same tokens
-    - ``num_experts`` E, ``top_k``
-    - ``tokens`` M that each rank brings
-    - ``token_bytes`` of a hidden state on its way to the experts, ``result_bytes`` of a result
-    - ``domain``: GPUs that reach each other by NVLink
-    - ``fixed_order``: ranks are added up in one order, as batch-invariant layers do
+    Attributes:
+        parallel: The ranks, and which of them bring the same tokens.
+        num_experts: Number of experts E.
+        top_k: Number of experts per token.
+        tokens: Number of tokens M that each rank brings.
+        token_bytes: Bytes of a hidden state during dispatch.
+        result_bytes: Bytes of a result during combine.
+        domain: Number of GPUs that reach each other by NVLink.
+        fixed_order: Whether ranks are summed in a fixed order, as in batch-invariant layers.
     """
 
     parallel: FusedMoEParallelConfig
@@ -173,7 +270,17 @@ class Traffic:
 
     @staticmethod
     def of(config: FusedMoEConfig, tokens: int, domain: int, payload: QuantKey | None = None) -> Traffic:
-        """That of a layer's call with ``tokens`` tokens per rank, quantised as ``payload`` before they travel."""
+        """Describe the traffic of a layer's call.
+
+        Args:
+            config: Config of a rank.
+            tokens: Number of tokens per rank.
+            domain: Number of GPUs that reach each other by NVLink.
+            payload: Quantization of tokens before dispatch; None for unquantized.
+
+        Returns:
+            The traffic.
+        """
         width = config.hidden_size, config.dtype.itemsize
         return Traffic(
             config.parallel,
@@ -188,7 +295,7 @@ class Traffic:
 
     @property
     def travelling(self) -> Peers:
-        """The ranks among which each has tokens of its own."""
+        """The ranks among which each brings separate tokens."""
         parallel = self.parallel
         if parallel.token_sharing is TokenSharing.NONE:
             return Peers.of(parallel.world_size, 1, self.domain)
@@ -198,11 +305,11 @@ class Traffic:
 
     @property
     def hit(self) -> float:
-        """The probability that a token goes to a given rank of :attr:`travelling`."""
+        """Probability that a token goes to a given rank of :attr:`travelling`."""
         return float(expected_ranks(self.num_experts, self.parallel.ep_size, self.top_k)) / self.parallel.ep_size
 
     def summing(self) -> tuple[Step, ...]:
-        """The all-reduce of ranks that brought the same tokens; nothing where none did."""
+        """All-reduce among ranks that bring the same tokens; empty if there are none."""
         parallel = self.parallel
         size = {TokenSharing.ALL: parallel.world_size, TokenSharing.EP_RANK: parallel.tp_size}.get(
             parallel.token_sharing, 1
@@ -213,7 +320,7 @@ class Traffic:
         if self.fixed_order and size > 2:
             return (ring(ALL_GATHER, peers, self.tokens * self.result_bytes),)
         part = self.tokens * self.result_bytes / size
-        # a reduce-scatter, then an all-gather, of parts
+        # A reduce-scatter followed by an all-gather of slices.
         scatter = ring(ALL_REDUCE, peers, part)
         return (
             Step(
@@ -226,17 +333,35 @@ class Traffic:
         )
 
     def scattering(self, peers: Peers, part: float) -> Step:
-        """``part`` bytes of sums for each of ``peers``: a reduce-scatter, or parts sent to be added there."""
+        """Return the step that leaves sums on each rank.
+
+        It is a reduce-scatter, or, for a fixed order, an all-to-all with local sums.
+
+        Args:
+            peers: The ranks.
+            part: Bytes of sums per rank.
+
+        Returns:
+            The step.
+        """
         if self.fixed_order and peers.size > 2:
             return direct(ALL_TO_ALL, peers, 1.0, 1, part)
         return ring(REDUCE_SCATTER, peers, part)
 
 
 def ring(kind: str, peers: Peers, part: float) -> Step:
-    """A collective on rings: ``part`` bytes of every rank go around, on as many rings as a domain has adapters.
+    """Return a ring collective, on as many rings as a domain has adapters.
 
-    A rank passes on the parts of all others.  The rings of a domain cross to the next one through different adapters,
-    so each of these carries its share of what the domain does not have.
+    A rank forwards the slices of all others. The rings of a domain cross to the next one through different adapters, so
+    each adapter carries its share of the data that the domain lacks.
+
+    Args:
+        kind: Kind of step.
+        peers: The ranks.
+        part: Bytes of each rank's slice.
+
+    Returns:
+        The step.
     """
     far = peers.far * part / peers.near
     crossings = peers.domains - 1
@@ -244,17 +369,38 @@ def ring(kind: str, peers: Peers, part: float) -> Step:
 
 
 def direct(kind: str, peers: Peers, hit: float, tokens: int, size: float, syncs: int = 0) -> Step:
-    """``size`` bytes of each token straight to every rank that it goes to, with probability ``hit`` for each."""
+    """Return a step that sends each token directly to every rank that it goes to.
+
+    Args:
+        kind: Kind of step.
+        peers: The ranks.
+        hit: Probability that a token goes to a given rank.
+        tokens: Number of tokens.
+        size: Bytes per token.
+        syncs: Number of host synchronizations.
+
+    Returns:
+        The step.
+    """
     each = hit * tokens * size
     crossing = peers.far > 0
     return Step(kind, (peers.near - 1) * each, peers.far * each, int(peers.size > 1 > crossing), int(crossing), syncs)
 
 
 def forwarded(kind: str, peers: Peers, hit: float, domain_hit: float, tokens: int, size: float) -> Step:
-    """As :func:`direct`, but over the network once per domain, where a rank hands it on by NVLink.
+    """Like :func:`direct`, but cross the network once per domain and forward by NVLink.
 
-    ``domain_hit``: the probability that a token goes to a given domain.  The rank that it arrives at keeps it in one of
-    ``near`` cases.
+    Args:
+        kind: Kind of step.
+        peers: The ranks.
+        hit: Probability that a token goes to a given rank.
+        domain_hit: Probability that a token goes to a given domain. The rank that it arrives at keeps it in one of
+            ``near`` cases.
+        tokens: Number of tokens.
+        size: Bytes per token.
+
+    Returns:
+        The step.
     """
     each = tokens * size
     handed_on = (peers.near - 1) * hit * each * peers.domains
@@ -262,7 +408,7 @@ def forwarded(kind: str, peers: Peers, hit: float, domain_hit: float, tokens: in
     return Step(kind, handed_on, (peers.domains - 1) * domain_hit * each, *hops)
 
 
-#: the steps before the experts, and those after them
+#: Steps before the experts, and steps after them.
 Steps = tuple[tuple[Step, ...], tuple[Step, ...]]
 
 
@@ -289,7 +435,7 @@ def _allgather_reducescatter(traffic: Traffic) -> Steps:
 def _alltoall(traffic: Traffic) -> Steps:
     peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
     if not peers.far:
-        # GPUs that reach each other's memory write into it, and the host need not know the routing
+        # GPUs that reach each other's memory write into it directly; the host does not need the routing.
         return _low_latency(traffic)
     counts = direct(ALL_TO_ALL, peers, 1.0, 1, 8, syncs=1)
     there = direct(ALL_TO_ALL, peers, hit, tokens, traffic.token_bytes + ROUTING_BYTES * traffic.top_k)
@@ -300,12 +446,12 @@ def _alltoall(traffic: Traffic) -> Steps:
 def _low_latency(traffic: Traffic) -> Steps:
     peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
     size = traffic.token_bytes + ROUTING_BYTES * traffic.top_k
-    # ranks that a token goes to, this one too; as many rows come as leave
+    # Number of ranks that a token goes to, including this one; equally many rows arrive and leave.
     goes = hit * peers.size
     there = direct(PUSH, peers, hit, tokens, size)
     there = replace(there, memory_bytes=tokens * (traffic.result_bytes + goes * size))
-    # a row of each rank, read where results are added or, if nobody sent it, written by the experts; and the sum.  What
-    # results take of the memory on their way, to this rank too, they take while others cross the links
+    # One row per rank, read where results are added (or written by the experts if no rank sent it), and the sum. Memory
+    # time of results in flight, to this rank too, overlaps with other transfers on the links.
     passes = peers.size + 1
     back = direct(PUSH, peers, hit, tokens, traffic.result_bytes)
     back = replace(back, memory_bytes=tokens * traffic.result_bytes * passes)
@@ -322,8 +468,8 @@ def _deepep(traffic: Traffic) -> Steps:
     return (there,), (back, *traffic.summing())
 
 
-#: by the ``name`` of a prepare/finalize class; where ranks tell each other how many tokens they bring, that is left out
-#: of an all-gather: a caller that knows it says so, and under CUDA graphs it is known
+#: Steps by the ``name`` of a prepare/finalize class. The exchange of token counts before an all-gather is omitted: a
+#: caller that knows the counts passes them, and under CUDA graphs they are known.
 STEPS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
     {
         "none": _none,
@@ -339,10 +485,17 @@ STEPS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one call of a layer takes with the prepare/finalize class of that ``name``.
+    """The cost of one call of a layer with a prepare/finalize class.
 
-    ``before`` and ``after``: its steps between ranks; ``compute``, ``latency``, ``transfer`` in seconds, None without
-    figures of the machine: the experts' share of a rank at its limit, calls and hops of the steps, bytes of the steps.
+    Times are None without figures of the machine.
+
+    Attributes:
+        name: Name of the class.
+        before: Communication steps before the experts.
+        after: Communication steps after the experts.
+        compute: Seconds of a rank's experts at the hardware limit.
+        latency: Seconds of calls and hops of the steps.
+        transfer: Seconds to move the bytes of the steps.
     """
 
     name: str
@@ -364,20 +517,28 @@ class LayerCost:
 
     @property
     def seconds(self) -> float | None:
-        """One after the other; None without figures of the machine."""
+        """Seconds without overlap; None without figures of the machine."""
         if self.compute is None or self.latency is None or self.transfer is None:
             return None
         return self.compute + self.latency + self.transfer
 
     @property
     def overlapped(self) -> float | None:
-        """Where another batch is computed while tokens travel; None without figures of the machine."""
+        """Seconds if another batch is computed during transfers; None without a machine's figures."""
         if self.compute is None or self.latency is None or self.transfer is None:
             return None
         return max(self.compute, self.transfer) + self.latency
 
     def sample(self, machine: Machine, seconds: float) -> Sample:
-        """What :meth:`Machine.fitted` takes of its steps, which took measured ``seconds`` together."""
+        """Combine the steps with a measured time, as input for :meth:`Machine.fitted`.
+
+        Args:
+            machine: The machine.
+            seconds: Measured seconds of all steps together.
+
+        Returns:
+            The sample.
+        """
         steps = (*self.before, *self.after)
         known = sum(step.hops(machine) + step.memory(machine) for step in steps)
         wires = sum(step.wire(machine) for step in steps)
@@ -385,7 +546,7 @@ class LayerCost:
         return Sample(tuple(step.kind for step in steps), known, wires, seconds, len(steps), far)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready dict."""
         steps = (*self.before, *self.after)
         return {
             "name": self.name,
@@ -411,11 +572,20 @@ def layer_cost(
     product_bits: int = 16,
     domain: int | None = None,
 ) -> LayerCost | None:
-    """What a call with ``tokens`` tokens per rank takes; None for a ``name`` of which no cost is known.
+    """Estimate the cost of a call with a prepare/finalize class.
 
-    ``config`` is a rank's (its ``intermediate_size`` too); ``machine`` None: bytes alone, ``domain`` (default: the
-    machine's, else 8) then says which ranks are near; ``expert_bytes`` of one expert's weights on a rank; ``payload``:
-    how tokens are quantised before they travel; ``product_bits`` of the tensor cores' operands.
+    Args:
+        name: Name of the class.
+        config: Config of a rank, with its ``intermediate_size``.
+        tokens: Number of tokens per rank.
+        machine: The machine; None to compute only bytes.
+        expert_bytes: Bytes of one expert's weights on a rank.
+        payload: Quantization of tokens before dispatch; None for unquantized.
+        product_bits: Bits of the tensor core operands.
+        domain: Number of near GPUs. Default: that of the machine, else 8.
+
+    Returns:
+        The cost, or None for a class of unknown cost.
     """
     steps = STEPS.get(name)
     if steps is None:
@@ -438,24 +608,49 @@ def layer_cost(
 def compute_seconds(
     config: FusedMoEConfig, tokens: int, machine: Machine, expert_bytes: float, product_bits: int
 ) -> float:
-    """Seconds of a rank's experts at their limit: weights of those that have tokens, or products, whichever is more."""
+    """Return the time of a rank's experts at the hardware limit.
+
+    It is the larger of reading the weights of experts that have tokens, and the products.
+
+    Args:
+        config: Config of a rank.
+        tokens: Number of tokens per rank.
+        machine: The machine.
+        expert_bytes: Bytes of one expert's weights on a rank.
+        product_bits: Bits of the tensor core operands.
+
+    Returns:
+        Seconds.
+    """
     every = tokens * config.parallel.dp_size
     weights = expert_bytes * active_experts(config.num_experts, config.local_experts, config.top_k, every)
     return max(weights / machine.memory_bandwidth, products_of(config, every) / machine.rate(product_bits))
 
 
 def products_of(config: FusedMoEConfig, tokens: int) -> float:
-    """Operations of a rank's experts (a multiply-add is two) where the ranks bring ``tokens`` different ones in all."""
+    """Return the number of operations of a rank's experts; a multiply-add is two.
+
+    Args:
+        config: Config of a rank.
+        tokens: Number of distinct tokens that all ranks bring together.
+
+    Returns:
+        Number of operations.
+    """
     pairs = tokens * config.top_k * config.local_experts / config.num_experts
     return 2.0 * pairs * (config.w13_rows + config.intermediate_size) * config.hidden_size
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds that steps between ranks take: ``start``, and ``slope`` for each token that a rank brings.
+    """Communication time as a linear function of the tokens per rank.
 
-    Latency does not depend on the number of tokens, and bytes are proportional to it; those in memory are counted
-    without a cache.
+    Latency does not depend on the number of tokens, and bytes are proportional to it. Memory traffic is counted without
+    a cache.
+
+    Attributes:
+        start: Seconds for no tokens.
+        slope: Seconds per token of a rank.
     """
 
     start: float
@@ -463,7 +658,17 @@ class Line:
 
     @staticmethod
     def of(name: str, config: FusedMoEConfig, machine: Machine, payload: QuantKey | None = None) -> Line | None:
-        """That of the class of that name; None for one of which no cost is known."""
+        """Return the line of a prepare/finalize class.
+
+        Args:
+            name: Name of the class.
+            config: Config of a rank.
+            machine: The machine.
+            payload: Quantization of tokens before dispatch; None for unquantized.
+
+        Returns:
+            The line, or None for a class of unknown cost.
+        """
         without = machine if machine.cache is None else replace(machine, cache=0.0)
         none, one = (layer_cost(name, config, count, without, payload=payload) for count in (0, 1))
         if none is None or one is None:
@@ -472,13 +677,28 @@ class Line:
         return Line(start, first - start)
 
     def at(self, tokens: int) -> float:
+        """Return the seconds for a number of tokens.
+
+        Args:
+            tokens: Number of tokens per rank.
+
+        Returns:
+            Seconds.
+        """
         return self.start + self.slope * tokens
 
 
 def fastest(lines: Mapping[str, Line]) -> tuple[tuple[int, str], ...]:
-    """The name of what moves tokens in the least time, by tokens per rank: ((1, "low_latency"), (300, "alltoall")).
+    """Return which class is fastest, by tokens per rank.
 
-    Each holds from its number of tokens up to the next one's; of equal ones the first.
+    For example ((1, "low_latency"), (300, "alltoall")): each entry holds from its number of tokens up to that of the
+    next. Ties go to the first.
+
+    Args:
+        lines: Lines by name of the class.
+
+    Returns:
+        Pairs of a number of tokens and a name.
     """
     found: list[tuple[int, str]] = []
     tokens = 1
@@ -489,7 +709,7 @@ def fastest(lines: Mapping[str, Line]) -> tuple[tuple[int, str], ...]:
         nexts = [
             max(math.floor((line.start - mine.start) / (mine.slope - line.slope)), tokens) + 1
             for line in lines.values()
-            # what differs by roundings is equal
+            # Differences from rounding count as equal.
             if line.slope < mine.slope * (1 - 1e-9)
         ]
         if not nexts:

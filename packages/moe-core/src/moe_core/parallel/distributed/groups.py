@@ -1,7 +1,7 @@
 """The process groups of a layer's ranks.
 
-Rank ``ep_rank * tp_size + tp_rank`` of a layer holds columns ``tp_rank`` of the experts of ``ep_rank``; neighbours in
-that order are tensor-parallel ranks of each other, which belong on one host.
+Rank ``ep_rank * tp_size + tp_rank`` of a layer holds columns ``tp_rank`` of the experts of ``ep_rank``. Neighbors in
+this order are tensor-parallel ranks of each other and belong on one host.
 """
 
 from __future__ import annotations
@@ -24,27 +24,31 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: after which a call between ranks that does not end is an error
+#: Timeout after which communication that has not completed is an error.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
-#: how much later the watchdog of NCCL, which ends the process, looks at a call: errors that can be handled come first
+#: Extra time before NCCL's watchdog, which ends the process, checks a call: errors that can be handled come first.
 _WATCHDOG_GRACE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups(SharedByCopies):
-    """The process groups of one rank of a layer; made by :meth:`create` or :meth:`from_mesh`, or of an engine's own.
+    """The process groups of one rank of a layer.
 
-    - ``parallel``: sizes, and this rank's numbers
-    - ``world``: all ranks of the layer in their order
-    - ``tp``: this expert-parallel rank's tensor-parallel ranks, by ``tp_rank``
-    - ``ep``: this tensor-parallel rank's expert-parallel ranks, by ``ep_rank``
-    - ``timeout``: after which a call between ranks raises CommunicationError; it was set when the groups were made.
-      NCCL's calls are looked at where the host waits for them (:class:`~moe_core.parallel.distributed.Communicator`);
-      where it never does, NCCL's watchdog ends the process half a minute later.
+    Created by :meth:`create` or :meth:`from_mesh`, or from an engine's own groups. Groups of one rank are not
+    communicated with. Copies of a layer share the groups; they cannot be pickled.
 
-    Groups of one rank are not communicated with.  Copies of a layer share the groups; they are not pickled.
-    Raises ConfigError for groups of other sizes, and where this process has another rank in them.
+    Attributes:
+        parallel: Sizes, and the numbers of this rank.
+        world: All ranks of the layer, in their order.
+        tp: Tensor-parallel ranks of this expert-parallel rank, by ``tp_rank``.
+        ep: Expert-parallel ranks of this tensor-parallel rank, by ``ep_rank``.
+        timeout: Timeout that the groups were created with, after which communication raises CommunicationError. NCCL
+            calls are checked where the host waits for them (:class:`~moe_core.parallel.distributed.Communicator`).
+            Where it never waits, NCCL's watchdog ends the process half a minute later.
+
+    Raises:
+        ConfigError: A group has another size, or this process has another rank in it.
     """
 
     parallel: FusedMoEParallelConfig
@@ -80,12 +84,25 @@ class ParallelGroups(SharedByCopies):
         timeout: timedelta | float | None = None,
         backend: str | None = None,
     ) -> ParallelGroups:
-        """New groups within torch's default process group, whose ``init_process_group`` comes first.
+        """Create the groups within torch's default process group.
 
-        ``ep_size``: default: all ranks divided by ``tp_size``; ``ranks``: the layer's, as ranks of the default group,
-        ascending, by default all; ``timeout`` in seconds or as a timedelta, default 5 minutes; ``backend``:
-        default that of the default group.  Every rank of the layer calls this at the same time.
-        Raises ConfigError for sizes that don't fit the number of ranks; CommunicationError where a rank is missing.
+        ``init_process_group`` must have been called. Every rank of the layer calls this at the same time.
+
+        Args:
+            tp_size: Number of tensor-parallel ranks.
+            ep_size: Number of expert-parallel ranks. Default: all ranks divided by ``tp_size``.
+            dp_size: Number of ranks, or groups of ranks, that bring separate tokens.
+            all2all_backend: Name of the prepare/finalize class that moves tokens.
+            ranks: The layer's ranks in the default group, ascending. Default: all.
+            timeout: Timeout in seconds or as a timedelta. Default: 5 minutes.
+            backend: Backend of torch.distributed. Default: that of the default group.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ConfigError: The sizes do not fit the number of ranks.
+            CommunicationError: A rank is missing.
         """
         if not dist.is_initialized():
             raise ConfigError("torch.distributed has no process group: call init_process_group first, or use torchrun")
@@ -112,13 +129,14 @@ class ParallelGroups(SharedByCopies):
                 backend=backend,
                 use_local_synchronization=True,
             )
-            if isinstance(made, int):  # torch's number for a rank that is not in the group
+            if isinstance(made, int):  # torch's code for a rank outside the group
                 raise ConfigError(f"rank {me} is not in its group {list(which)}")
             return made
 
         with Communicating("the process groups are made", lambda: members, limit):
             world = group(members)
-            # before anything that a rank alone may refuse, and before groups of other sizes wait for each other
+            # This must come before anything that one rank alone may reject, and before groups of other sizes wait for
+            # each other.
             sizes = {"tp_size": tp_size, "ep_size": ep_size, "dp_size": dp_size, "all2all_backend": all2all_backend}
             check_agreement(Communicator(world, limit), {name: str(value) for name, value in sizes.items()})
             parallel = FusedMoEParallelConfig.of_rank(
@@ -145,9 +163,25 @@ class ParallelGroups(SharedByCopies):
         timeout: timedelta | float | None = None,
         backend: str | None = None,
     ) -> ParallelGroups:
-        """New groups over the ranks of a ``DeviceMesh`` whose dimensions are called ``ep``, ``tp``, or one of them.
+        """Create the groups over a ``DeviceMesh`` with dimensions ``ep``, ``tp``, or one of them.
 
-        Of a mesh with more dimensions give the part: ``mesh["ep", "tp"]``.  Arguments otherwise as of :meth:`create`.
+        Pass a sub-mesh of a mesh with more dimensions: ``mesh["ep", "tp"]``.
+
+        Args:
+            mesh: The mesh.
+            tp: Name of the tensor-parallel dimension.
+            ep: Name of the expert-parallel dimension.
+            dp_size: As in :meth:`create`.
+            all2all_backend: As in :meth:`create`.
+            timeout: As in :meth:`create`.
+            backend: As in :meth:`create`.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ConfigError: The mesh has other dimensions, or as in :meth:`create`.
+            CommunicationError: A rank is missing.
         """
         names = mesh.mesh_dim_names or ()
         if not names or set(names) - {tp, ep}:
@@ -168,7 +202,15 @@ class ParallelGroups(SharedByCopies):
         )
 
     def with_tokens(self, dp_size: int, all2all_backend: str | None = None) -> ParallelGroups:
-        """The same groups for a layer whose tokens are shared otherwise, or travel by another backend."""
+        """Return the same groups with another token sharing or all2all backend.
+
+        Args:
+            dp_size: As in :meth:`create`.
+            all2all_backend: As in :meth:`create`. Default: unchanged.
+
+        Returns:
+            The groups.
+        """
         old = self.parallel
         parallel = FusedMoEParallelConfig.of_rank(
             old.rank,
@@ -181,19 +223,33 @@ class ParallelGroups(SharedByCopies):
 
     @property
     def tokens(self) -> ProcessGroup | None:
-        """The ranks among which each has tokens of its own, this one in it by ``dp_rank``; None where all are shared.
+        """The group whose ranks each bring separate tokens; None if all ranks have the same tokens.
 
-        ``ep`` where tensor-parallel ranks share theirs, else ``world``.
+        This rank's position in it is ``dp_rank``. It is ``ep`` if tensor-parallel ranks share tokens, else ``world``.
         """
         sharing = self.parallel.token_sharing
         return {TokenSharing.ALL: None, TokenSharing.EP_RANK: self.ep, TokenSharing.NONE: self.world}[sharing]
 
     def members(self, group: ProcessGroup | None = None) -> list[int]:
-        """Ranks of torch's default process group that are in ``group`` (default: the layer's), in its order."""
+        """Return the ranks of a group as ranks of torch's default process group, in its order.
+
+        Args:
+            group: The group. Default: all ranks of the layer.
+
+        Returns:
+            The ranks.
+        """
         return list(dist.get_process_group_ranks(self.world if group is None else group))
 
     def among(self, group: ProcessGroup | None = None) -> Communicator:
-        """What calls among the ranks of ``group`` (default: all of the layer) go through."""
+        """Return the communicator of a group.
+
+        Args:
+            group: The group. Default: all ranks of the layer.
+
+        Returns:
+            The communicator, with the timeout of these groups.
+        """
         return Communicator(self.world if group is None else group, self.timeout)
 
     def __reduce__(self) -> Any:
@@ -204,12 +260,22 @@ class ParallelGroups(SharedByCopies):
 
 
 def as_timeout(timeout: timedelta | float | None) -> timedelta:
-    """A time-out from what users pass.  Raises ConfigError unless it is positive."""
+    """Convert a timeout argument to a timedelta.
+
+    Args:
+        timeout: Seconds, a timedelta, or None for the default.
+
+    Returns:
+        The timeout.
+
+    Raises:
+        ConfigError: It is not positive.
+    """
     if timeout is None:
         return DEFAULT_TIMEOUT
     try:
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (TypeError, ValueError, OverflowError):  # text, nan, more than a timedelta holds
+    except (TypeError, ValueError, OverflowError):  # strings, NaN, values too large for a timedelta
         limit = timedelta(0)
     if limit <= timedelta(0):
         raise ConfigError(f"timeout is {timeout!r}, expected a positive number of seconds")
@@ -217,7 +283,7 @@ def as_timeout(timeout: timedelta | float | None) -> timedelta:
 
 
 def _within(name: str, ranks: Sequence[int], size: int) -> list[int]:
-    """``ranks`` as plain integers.  Raises ConfigError unless these are ranks of a group of ``size``."""
+    """Convert ``ranks`` to integers; raise ConfigError unless they are in a group of ``size``."""
     try:
         found = [operator.index(rank) for rank in ranks]
     except TypeError:
@@ -228,7 +294,7 @@ def _within(name: str, ranks: Sequence[int], size: int) -> list[int]:
 
 
 def _check_backend(backend: str) -> None:
-    """ConfigError for what torch can't communicate with here: ``backend`` is "gloo", or "cpu:gloo,cuda:nccl"."""
+    """Raise ConfigError for an unavailable backend: "gloo", or a list "cpu:gloo,cuda:nccl"."""
     names = [part.rpartition(":")[2].lower() for part in str(backend).split(",")]
     unknown = [name for name in names if not dist.is_backend_available(name)]
     if unknown:

@@ -1,7 +1,7 @@
-"""Integers that the processes of one host tell each other through memory that they share.
+"""Exchange integers between the processes of one host through shared memory.
 
-How many tokens a rank brings its host knows before its GPU has anything to do.  Told here it takes microseconds, and
-neither host waits for work that its GPU has queued.
+The host knows how many tokens its rank brings before its GPU has any work. An exchange between hosts takes
+microseconds, and no host waits for work queued on its GPU.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from moe_core.parallel.distributed.agreement import exchange
 if TYPE_CHECKING:
     from moe_core.parallel.distributed.communication import Communicator
 
-#: how long a rank asks without a pause
+#: How long a rank polls without sleeping.
 _SPIN_SECONDS = 2e-3
-#: a number's bits; the others of its word say in which call it was told
+#: Bits of a number; the remaining bits of its word hold the number of the call.
 _BITS = 32
 
 
 def tell(ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[int]]:
-    """The numbers of each of ``ranks``, told in shared memory where they are on one host, else by an all-gather.
+    """Exchange numbers among ranks, in shared memory on one host, else by an all-gather.
 
     Args:
         ranks: All of them call this together.
-        numbers: At most :func:`row_width` of them, from 0 up to 2^32 - 1; as many on each rank.
+        numbers: At most :func:`row_width` numbers, from 0 to 2^32 - 1; equally many on each rank.
         what: A clause for errors.
 
     Returns:
-        A row of numbers for each rank.
+        The numbers of each rank.
 
     Raises:
-        CommunicationError: A rank does not come within the time-out.
+        CommunicationError: A rank did not call within the timeout.
     """
     size, table = dist.get_world_size(ranks.group), HostNumbers.connect(ranks, what)
-    # rows of one width, so that calls of different kinds meet too
+    # Rows have a fixed width, so that calls of different kinds match too.
     width = row_width(size)
     row = [*numbers, *[0] * (width - len(numbers))]
     if table is not None:
@@ -61,40 +61,78 @@ def tell(ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[in
 
 
 def share_memory(ranks: Communicator) -> bool:
-    """Whether ``ranks``, which all ask at the same time, are on one host, so that :func:`tell` takes microseconds."""
+    """Whether ranks are on one host, so that :func:`tell` takes microseconds.
+
+    Args:
+        ranks: All of them call this together.
+
+    Returns:
+        True if they share memory.
+    """
     return HostNumbers.connect(ranks, "ranks find out whether they share memory") is not None
 
 
 def row_width(size: int) -> int:
-    """Most numbers that a rank of ``size`` tells: one for each rank, and what ranks compare in a call."""
+    """Return the largest number of integers per rank: one for each rank, and the call's facts.
+
+    Args:
+        size: Number of ranks.
+
+    Returns:
+        The number of integers.
+    """
     return size + 3
 
 
 class HostNumbers:
     """A table in shared memory in which each rank writes a row of :func:`row_width` numbers.
 
-    A word holds a number and that of the call, so a word is either whole or old.  There are two tables, for even and
-    odd calls: who is in the call after next has read the rows of all in the next one, which all began after they had
-    read this one's.
+    Each word holds a number and the number of its call, so a word is either complete or stale. There are two tables,
+    for even and odd calls. A rank that enters the call after next has read all rows of the next call, and every rank
+    began that one only after it had read the rows of this call.
+
+    Args:
+        memory: Shared memory of :meth:`nbytes` bytes.
+        rank: This rank's position in the group.
+        size: Number of ranks.
     """
 
     def __init__(self, memory: Any, rank: int, size: int) -> None:
         self._words = memoryview(memory).cast("q")
         self._rank, self._size = rank, size
         self._calls = 0
-        #: what was told in a call that has not ended
+        #: Numbers of a call that has not ended.
         self._told: list[int] | None = None
 
     @staticmethod
     def nbytes(size: int) -> int:
+        """Return the size of the shared memory.
+
+        Args:
+            size: Number of ranks.
+
+        Returns:
+            Size in bytes.
+        """
         return 2 * size * row_width(size) * 8
 
     def tell(self, ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[int]]:
-        """The numbers of each of ``ranks``, which all tell a whole row; each from 0 up to 2^32 - 1.
+        """Exchange one full row of numbers per rank.
 
-        All ranks make the same calls in the same order.  Raises CommunicationError, with ``what``, where one does not
-        come within the time-out; its call is then still waited for by the next, which tells the same numbers, since
-        ranks that came late go by them: another CommunicationError if not.
+        All ranks make the same calls in the same order. After a timeout the call is still pending: the next call must
+        pass the same numbers, because late ranks have used them.
+
+        Args:
+            ranks: The ranks.
+            numbers: A full row, each number from 0 to 2^32 - 1.
+            what: A clause for errors.
+
+        Returns:
+            The row of each rank.
+
+        Raises:
+            CommunicationError: A rank did not call within the timeout, or the numbers differ from those of a pending
+                call.
         """
         with ranks.communicating(what):
             if self._told not in (None, list(numbers)):
@@ -132,17 +170,26 @@ class HostNumbers:
 
     @staticmethod
     def connect(ranks: Communicator, what: str) -> HostNumbers | None:
-        """The table of ``ranks``; None where they do not share memory, being on several hosts.
+        """Return the table of a group; None if its ranks are on several hosts.
 
-        The first call is made by all ranks at the same time.  Raises CommunicationError, with ``what``, where one does
-        not come.
+        The first call must be made by all ranks at the same time.
+
+        Args:
+            ranks: The ranks.
+            what: A clause for errors.
+
+        Returns:
+            The table, or None.
+
+        Raises:
+            CommunicationError: A rank did not call.
         """
         if ranks.group not in _TABLES:
             _TABLES[ranks.group] = _connect(ranks, what)
         return _TABLES[ranks.group]
 
 
-#: no table holds its group
+#: Tables do not reference their group, so weak keys work.
 _TABLES: weakref.WeakKeyDictionary[dist.ProcessGroup, HostNumbers | None] = weakref.WeakKeyDictionary()
 
 
@@ -150,7 +197,7 @@ def _connect(ranks: Communicator, what: str) -> HostNumbers | None:
     rank, size = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
     path = ""
     if rank == 0:
-        # a file in memory, where the system has such a folder
+        # Use an in-memory file if the system has such a folder.
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with contextlib.suppress(OSError):
             handle, path = tempfile.mkstemp(prefix="moe-core-ranks-", dir=folder)
@@ -162,7 +209,8 @@ def _connect(ranks: Communicator, what: str) -> HostNumbers | None:
         if len({host for host, _ in told}) == 1 and told[0][1]:
             with contextlib.suppress(OSError, ValueError), open(told[0][1], "r+b") as file:
                 memory = mmap.mmap(file.fileno(), HostNumbers.nbytes(size))
-        # hosts of one name may be several containers; and nobody removes the file before all have it
+        # Equal host names may belong to several containers. This exchange also delays the removal of the file until all
+        # ranks have opened it.
         everywhere = all(text == "yes" for text in exchange(ranks, "no" if memory is None else "yes", what))
     finally:
         if path:

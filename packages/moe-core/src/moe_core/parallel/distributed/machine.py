@@ -1,4 +1,4 @@
-"""What connects the GPUs of a machine, and what each can do, as data for :mod:`moe_core.parallel.distributed.cost`."""
+"""Machine descriptions (links, GPU rates) for :mod:`moe_core.parallel.distributed.cost`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_core.errors import ConfigError, did_you_mean
 from moe_core.spec.cards import CARDS
 from moe_core.spec.config import whole_number
 
-#: what a step between ranks is made of: collectives of NCCL, and kernels that write into the memory of other GPUs
+#: Kinds of communication steps: NCCL collectives, and kernels that write into the memory of other GPUs.
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH = (
     "all_gather",
     "reduce_scatter",
@@ -26,7 +26,12 @@ KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH)
 
 @dataclass(frozen=True)
 class Link:
-    """One GPU's link to others: ``bandwidth`` in bytes/s of each direction, ``latency`` in seconds of one hop."""
+    """One GPU's link to others.
+
+    Attributes:
+        bandwidth: Bytes/s in each direction.
+        latency: Seconds of one hop.
+    """
 
     bandwidth: float
     latency: float
@@ -34,9 +39,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind of step adds to its links: ``call``, seconds before anything moves, and the part of the links'
-    bandwidth that it attains: ``efficiency`` (0 to 1) within a domain, ``far_efficiency`` between domains (None: the
-    same)."""
+    """The overhead and attained bandwidth of one kind of communication step.
+
+    Attributes:
+        call: Seconds before anything moves.
+        efficiency: Attained fraction (0 to 1) of the link bandwidth within a domain.
+        far_efficiency: Attained fraction of the bandwidth between domains; None for the same.
+    """
 
     call: float
     efficiency: float
@@ -44,15 +53,22 @@ class Kind:
 
     @property
     def far(self) -> float:
-        """The part of the network's bandwidth."""
+        """Attained fraction of the network bandwidth."""
         return self.efficiency if self.far_efficiency is None else self.far_efficiency
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Measured steps that were timed together: their kinds, how many ``calls`` they are, seconds of latency (and
-    whatever else is known), of transfer by the links alone, and seconds as measured; ``far``: whether some of it went
-    between domains."""
+    """Measured steps that were timed together.
+
+    Attributes:
+        kinds: Kinds of the steps.
+        latency: Seconds of latency, and of other known terms.
+        transfer: Seconds of the transfers at full link bandwidth.
+        seconds: Measured seconds.
+        calls: Number of calls.
+        far: Whether any data went between domains.
+    """
 
     kinds: tuple[str, ...]
     latency: float
@@ -62,7 +78,8 @@ class Sample:
     far: bool = False
 
 
-#: of kinds that were not measured: what NCCL takes for a small message, and the part of NVLink that its rings attain
+#: Defaults for kinds that were not measured: NCCL's time for a small message, and the fraction of NVLink that its rings
+#: attain.
 _ASSUMED = {
     ALL_GATHER: Kind(8e-6, 0.8),
     REDUCE_SCATTER: Kind(8e-6, 0.8),
@@ -76,17 +93,22 @@ _ASSUMED = {
 class Machine:
     """A cluster of equal GPUs.
 
-    - ``domain``: GPUs that reach each other's memory (NVLink): those of a host, or of a rack
-    - ``near``, ``far``: one GPU's link within a domain, and its share of the network between domains
-    - ``memory_bandwidth`` in bytes/s; ``rates``: operations/s (a multiply-add is two) of dense matrix products, by the
-      bits of their operands
-    - ``kinds``: what each kind of step adds
-    - ``cache``: bytes of a GPU's last cache: what kernels around a step move beyond it goes through memory, of whose
-      bandwidth they attain ``memory_efficiency``; None: that is left out
-    - ``sync``: seconds that the host loses where it must wait for a number from the GPU
-    - ``source``: where the figures are from
+    Attributes:
+        name: Name of the machine.
+        domain: Number of GPUs that reach each other's memory (NVLink): those of a host, or of a rack.
+        near: One GPU's link within a domain.
+        far: One GPU's share of the network between domains.
+        memory_bandwidth: GPU memory bandwidth in bytes/s.
+        rates: Operations/s of dense matrix products by the bits of their operands; a multiply-add is two operations.
+        kinds: Overhead and efficiency of each kind of step.
+        sync: Seconds that the host loses when it must wait for a number from the GPU.
+        cache: Bytes of a GPU's last-level cache. What kernels around a step move beyond it goes through memory. None:
+            ignore memory traffic.
+        memory_efficiency: Fraction of ``memory_bandwidth`` that these kernels attain.
+        source: Where the figures come from.
 
-    Raises ConfigError for figures that can't be.
+    Raises:
+        ConfigError: A figure is invalid.
     """
 
     name: str
@@ -132,15 +154,29 @@ class Machine:
                 raise ConfigError(f"machine {self.name}: {name} is {value!r}, expected {least}")
 
     def rate(self, bits: int) -> float:
-        """Operations/s of products of operands with ``bits`` bits; that of wider ones where it has none so narrow."""
+        """Return the rate of matrix products for an operand width, or for the next wider one.
+
+        Args:
+            bits: Bits of the operands.
+
+        Returns:
+            Operations/s.
+        """
         return self.rates[min((known for known in self.rates if known >= bits), default=16)]
 
     def fitted(self, samples: Iterable[Sample], source: str) -> Machine:
-        """The machine with ``call`` and ``efficiency`` of each kind from measured steps, two of a kind at least.
+        """Return a copy with ``call`` and ``efficiency`` fitted to measured steps.
 
-        ``seconds = calls * call + latency + transfer / efficiency``, with the least sum of squared relative errors.
-        Kinds that were timed together get the same.  Kinds with fewer samples, or all of one size, stay as they are,
-        and so does what kinds attain between domains where no sample went there.
+        The model is ``seconds = calls * call + latency + transfer / efficiency``, fitted by least squares of relative
+        errors. Kinds that were timed together get the same values. A kind needs at least two samples of different
+        sizes, otherwise it is unchanged. Values between domains are unchanged if no sample went there.
+
+        Args:
+            samples: The measurements.
+            source: Description of where they come from.
+
+        Returns:
+            The fitted machine.
         """
         together: dict[tuple[str, ...], list[Sample]] = {}
         for sample in samples:
@@ -154,7 +190,7 @@ class Machine:
         return replace(self, kinds=kinds, source=source)
 
     def to_json(self) -> dict[str, Any]:
-        """As :meth:`from_json` reads it."""
+        """Return a JSON-ready dict that :meth:`from_json` reads."""
         return {
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("near", "far", "rates", "kinds")},
             "near": asdict(self.near),
@@ -165,7 +201,17 @@ class Machine:
 
     @staticmethod
     def from_json(value: object) -> Machine:
-        """The machine that :meth:`to_json` wrote.  Raises ConfigError for anything else."""
+        """Read the result of :meth:`to_json`.
+
+        Args:
+            value: Parsed JSON.
+
+        Returns:
+            The machine.
+
+        Raises:
+            ConfigError: The value is not a valid machine description.
+        """
         try:
             if not isinstance(value, dict):
                 raise TypeError(f"it is a {type(value).__name__}, expected an object")
@@ -183,7 +229,17 @@ class Machine:
 
     @staticmethod
     def load(name: str) -> Machine:
-        """A machine by name ("h200"), or from a JSON file.  Raises ConfigError."""
+        """Load a machine by name or from a JSON file.
+
+        Args:
+            name: Name ("h200"), or path of a JSON file.
+
+        Returns:
+            The machine.
+
+        Raises:
+            ConfigError: The name is unknown, or the file is not valid.
+        """
         from moe_core._support.strict_json import load_settings
 
         path = as_path("name", name)
@@ -200,14 +256,21 @@ class Machine:
 
     @staticmethod
     def of_device(name: str) -> Machine | None:
-        """What is known of machines with that GPU, by its name ("NVIDIA H200", "h200"); None for others."""
+        """Return the known machine with a GPU.
+
+        Args:
+            name: Name of the GPU ("NVIDIA H200", "h200").
+
+        Returns:
+            The machine, or None for an unknown GPU.
+        """
         words = name.lower().replace("-", " ").split()
         return next((MACHINES[word] for word in words if word in MACHINES), None)
 
 
 def _least_squares(samples: list[Sample]) -> Kind | None:
-    """The kind that explains the samples best; None where they do not say one."""
-    # relative errors: each sample is divided by its seconds
+    """Fit a kind to samples; None if they do not determine one."""
+    # Relative errors: divide each sample by its seconds.
     rows = [(s.calls / s.seconds, s.transfer / s.seconds, (s.seconds - s.latency) / s.seconds) for s in samples]
     calls = sum(a * a for a, _, _ in rows)
     both = sum(a * b for a, b, _ in rows)
@@ -234,9 +297,17 @@ def _nvlink(
     measured: Mapping[str, Kind] | None = None,
     where: str = "",
 ) -> Machine:
-    """Units of data sheets: GB/s of each direction, TB/s of memory, MB of cache; rates are those of the card.
+    """Build a machine from data sheet units.
 
-    ``measured`` kinds of steps, and ``where``.
+    Args:
+        name: Name of the card, whose rates are used.
+        domain: GPUs per domain.
+        near: GB/s of each direction within a domain.
+        far: GB/s of each direction between domains.
+        memory: TB/s of memory.
+        cache: MB of cache.
+        measured: Measured kinds of steps.
+        where: What they were measured on.
     """
     machine = Machine(
         name,
@@ -250,9 +321,9 @@ def _nvlink(
     return machine if measured is None else replace(machine, kinds=measured, source=_SOURCE.format(where))
 
 
-#: what layers of this package attained: benchmarks/distributed_model.py, of docs/results/several-gpus-h100.json, and of
-#: docs/results/several-gpus.json, which is from before results went to all ranks at the same time: an H200 attains as
-#: much of the links as an H100 there
+#: Attained by layers of this package: benchmarks/distributed_model.py, with docs/results/several-gpus-h100.json and
+#: docs/results/several-gpus.json. The latter predates sending results to all ranks at the same time, so push on the
+#: H200 uses the fraction of the links that the H100 attains.
 _H100 = {
     ALL_GATHER: Kind(15.7e-6, 0.54, 0.8),
     REDUCE_SCATTER: Kind(15.7e-6, 0.54, 0.8),
@@ -265,7 +336,7 @@ _H200 = {
 }
 _SOURCE = "data sheets; all-gather, reduce-scatter and push measured on {}, all else assumed"
 
-#: Hosts of eight GPUs with one network adapter each (200 Gbit/s for A100, else 400), a rack of 72.
+#: Hosts with eight GPUs and one network adapter per GPU (200 Gbit/s for A100, otherwise 400), and a rack with 72.
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         machine.name: machine

@@ -1,4 +1,4 @@
-"""What ranks compare in each call where that costs next to nothing: the layer, and how many tokens each brings."""
+"""Cheap per-call comparison among ranks: which layer is called, and with how many tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What a rank states of a call: the layer's number, how many tokens it brings, and what it takes for all ranks'.
+    """What a rank states about a call.
 
-    ``tokens_per_rank``: of the call's caller, None where it does not know.
+    Attributes:
+        layer: Number of the layer.
+        tokens: Number of tokens that this rank brings.
+        tokens_per_rank: Number of tokens of each rank as passed by the caller; None if it does not know.
     """
 
     layer: int
@@ -33,20 +36,20 @@ class CallFacts:
 def compare_calls(
     ranks: Communicator, facts: CallFacts, what: str, numbers: Sequence[int] = ()
 ) -> tuple[list[int], list[list[int]]]:
-    """Compare the ``facts`` of ``ranks``, which tell each other ``numbers`` at the same time.
+    """Compare the facts of a call among ranks, and exchange numbers in the same message.
 
     Args:
         ranks: All of them call this together.
-        facts: This rank's.
+        facts: Facts of this rank.
         what: A clause for errors.
-        numbers: As many on each rank, at most one for each rank.
+        numbers: Numbers to exchange: equally many on each rank, at most one per rank.
 
     Returns:
-        How many tokens each rank brings; and each rank's numbers.
+        The number of tokens that each rank brings, and the numbers of each rank.
 
     Raises:
-        CommunicationError: Ranks are in calls of different layers, on every rank; or one does not come.
-        TensorError: A rank's ``tokens_per_rank`` differs from what ranks bring; raised on every rank.
+        CommunicationError: Ranks are in calls of different layers (raised on every rank), or a rank did not call.
+        TensorError: ``tokens_per_rank`` of a rank is wrong; raised on every rank.
     """
     given = facts.tokens_per_rank
     digest = 0 if given is None else _digest(given)
@@ -70,13 +73,18 @@ def compare_calls(
 
 
 def compare_same_tokens(ranks: Communicator, layer: int, tokens: Tensor) -> None:
-    """Compare how many ``tokens`` [M, K] ranks have that have the same ones, before what they computed is added up.
+    """Check that ranks which should have the same tokens have equally many, before a sum.
 
-    Compared where tokens are on the CPU, and where calls are checked (``MOE_CHECK=1``).
+    The comparison is made if the tokens are on the CPU, or if calls are checked (``MOE_CHECK=1``).
+
+    Args:
+        ranks: Ranks whose results are summed.
+        layer: Number of the layer.
+        tokens: Hidden states ``[M, K]``.
 
     Raises:
         TensorError: Ranks have different numbers of tokens; raised on every rank.
-        CommunicationError: As of :func:`compare_calls`.
+        CommunicationError: As in :func:`compare_calls`.
     """
     if hosts_are_silent(tokens.device) or not (checks_values() or ranks.device.type == "cpu"):
         return
@@ -89,7 +97,14 @@ def compare_same_tokens(ranks: Communicator, layer: int, tokens: Tensor) -> None
 
 
 def hosts_are_silent(device: torch.device) -> bool:
-    """Whether a call on ``device`` runs no code on the hosts later: it is recorded or captured."""
+    """Whether a call on a device is recorded or captured, so that replays run no host code.
+
+    Args:
+        device: Device of the call.
+
+    Returns:
+        True on the meta device and during CUDA graph capture.
+    """
     return device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
@@ -98,5 +113,5 @@ def _each(ranks: Communicator, numbers: Sequence[int]) -> str:
 
 
 def _digest(counts: Sequence[int]) -> int:
-    """32 bits of ``counts``, never 0."""
+    """32-bit checksum of ``counts``, never 0."""
     return zlib.crc32(repr([int(count) for count in counts]).encode()) or 1

@@ -1,6 +1,7 @@
-"""Memory that the GPUs of one host map into each other (torch's symmetric memory), with the buffers of an exchange.
+"""Exchange buffers in torch symmetric memory.
 
-NVLink multicast is not used: torch would set it up wherever it can, so it is told not to.
+The GPUs of one host map this memory into each other.
+NVLink multicast is not used. torch would set it up wherever possible, so it is disabled.
 """
 
 from __future__ import annotations
@@ -31,19 +32,29 @@ if TYPE_CHECKING:
     from moe_core.parallel.distributed.communication import Communicator
     from moe_core.parallel.distributed.groups import ParallelGroups
 
-#: calls that may be under way at the same time, each with a buffer of its own
+#: Number of calls that may be in flight at the same time, each with a separate buffer.
 BUFFERS = 2
-#: most of them where buffers are made as calls need them
+#: Largest number of such calls where buffers are allocated on demand.
 MOST_CALLS = 8
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def reasons_against(groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
-    """Why ranks that exchange tokens, this one on ``device``, can't share memory; empty if they can.
+    """Return why ranks that exchange tokens cannot share memory; empty if they can.
 
-    ``own``: reasons that this rank knows already.  All ranks of the layer call it and get the same texts.
-    Raises CommunicationError where one does not.
+    All ranks of the layer call this and get the same result.
+
+    Args:
+        groups: Process groups of the layer.
+        device: Device of this rank.
+        own: Reasons that this rank already knows.
+
+    Returns:
+        The reasons.
+
+    Raises:
+        CommunicationError: A rank did not call.
     """
     group = groups.tokens
     if group is None:
@@ -55,7 +66,7 @@ def reasons_against(groups: ParallelGroups, device: torch.device, own: list[str]
     for text in texts:
         ranks = [rank for rank, (_, _, mine) in enumerate(found) if text in mine]
         reasons.append(f"{'each rank' if len(ranks) == len(found) else f'rank {ranks[0]}'} {text}")
-    # whoever sees the others' GPUs can ask
+    # Only a process that sees the GPUs of the others can query access.
     everyone = groups.among().members
     exchanged = [found[everyone.index(rank)] for rank in groups.among(group).members]
     hosts = sorted({host for host, _, _ in exchanged})
@@ -74,13 +85,13 @@ def reasons_against(groups: ParallelGroups, device: torch.device, own: list[str]
 
 
 def _told(ranks: Communicator, mine: Any) -> list[Any]:
-    """What each of the ranks says."""
+    """All-gather a JSON-ready value of each rank."""
     texts = exchange(ranks, json.dumps(mine), "ranks tell whether their GPUs can share memory")
     return [json.loads(text) for text in texts]
 
 
 def _own_reasons(device: torch.device) -> list[str]:
-    """What is to be found on this rank alone, without the subject."""
+    """Reasons that this rank can determine locally, as predicates without a subject."""
     if device.type != "cuda" or torch.version.hip is not None:
         return [f"has its tokens on {'a ROCm GPU' if device.type == 'cuda' else device}, not on an NVIDIA GPU"]
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -100,12 +111,12 @@ def _own_reasons(device: torch.device) -> list[str]:
 
 
 def _identity(device: torch.device) -> str:
-    """The GPU, whatever its number is in a process."""
+    """Identify the GPU independently of its index in a process."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
 def _reaches(device: torch.device, name: str) -> bool:
-    """False where this process sees the GPU called ``name``, and ``device`` has no access to it."""
+    """False if this process sees the GPU ``name`` and ``device`` has no peer access to it."""
     for index in range(torch.cuda.device_count()):
         other = torch.device("cuda", index)
         if _identity(other) == name and index != device.index:
@@ -127,28 +138,32 @@ def _without_multicast() -> Iterator[None]:
 
 
 class _Calls:
-    """Which buffers of a rank calls have; calls with the same one run one after another, whatever their streams."""
+    """Tracks which buffers are in use; calls with the same buffer run in order across streams."""
 
     def __init__(self, buffers: int) -> None:
         self.busy = [False] * buffers
         self._orders = [StreamOrder() for _ in range(buffers)]
 
     def follow(self, number: int, device: torch.device) -> None:
-        """What the current stream of ``device`` does from here on comes behind the last call with a buffer."""
+        """Order later work of the current stream behind the last call with this buffer."""
         if device.type == "cuda":
             self._orders[number].follow(device)
 
     def end(self, number: int, device: torch.device) -> None:
-        """The call is launched whole, of which the last step was on the current stream."""
+        """Mark a call as fully launched; its last step was on the current stream."""
         self.busy[number] = False
         self.follow(number, device)
 
 
 class ExchangeBuffers(SharedByCopies):
-    """The buffers of a rank, taken in turn by the calls of all layers that share them.
+    """The buffers of a rank, used round-robin by the calls of all layers that share them.
 
-    All ranks make the same calls in the same order, so they take the same ones.  What a CUDA graph was captured with
-    it goes on using.
+    All ranks make the same calls in the same order, so they use the same buffers. A CUDA graph keeps using the buffers
+    that it was captured with.
+
+    Args:
+        buffers: The buffers.
+        keep: Object that keeps their memory alive.
     """
 
     def __init__(self, buffers: list[ExchangeBuffer], keep: object = None) -> None:
@@ -158,7 +173,14 @@ class ExchangeBuffers(SharedByCopies):
         self._next = 0
 
     def take(self) -> int:
-        """The number of the next call's buffer.  Raises ConfigError where the call that had it has not ended."""
+        """Reserve the buffer of the next call.
+
+        Returns:
+            Its number.
+
+        Raises:
+            ConfigError: The previous call with this buffer has not ended.
+        """
         number = self._next
         if self._calls.busy[number]:
             raise _too_many(len(self.buffers))
@@ -168,20 +190,35 @@ class ExchangeBuffers(SharedByCopies):
         return number
 
     def release(self, number: int) -> None:
-        """The call has ended."""
+        """Mark the call that used a buffer as ended.
+
+        Args:
+            number: Number of the buffer.
+        """
         self._calls.end(number, self.buffers[number].memory.device)
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that the device waited for in vain, as far as the host has been told."""
+        """Ranks for which a wait on the device timed out, as far as the host knows."""
         return sorted({rank for buffer in self.buffers for rank in buffer.missing})
 
     @staticmethod
     def connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) -> ExchangeBuffers:
-        """Buffers on ``device``, reached by all of ``ranks``; those that are there already for such layers.
+        """Allocate buffers that all ranks can access, or return existing ones of the same shape.
 
-        All ranks call it at the same time, outside CUDA graphs.  Raises CommunicationError where a rank does not, or
-        where torch can't map the memory.
+        All ranks call it at the same time, outside CUDA graph capture.
+
+        Args:
+            shape: Shape of the exchange.
+            ranks: The ranks.
+            device: Device of this rank.
+
+        Returns:
+            The buffers.
+
+        Raises:
+            CommunicationError: A rank did not call, or torch cannot map the memory.
+            ConfigError: A CUDA graph is being captured and the buffers do not exist yet.
         """
         key = (ranks.group.group_name, device, shape)
         found = _SHARED.get(key)
@@ -194,18 +231,21 @@ class ExchangeBuffers(SharedByCopies):
         return found
 
 
-#: layers of one shape run one after another, so they share memory
+#: Layers of one shape run one after another, so they share memory.
 _SHARED: weakref.WeakValueDictionary[tuple[str, torch.device, ExchangeShape], ExchangeBuffers] = (
     weakref.WeakValueDictionary()
 )
 
 
 class ExchangeRoom(SharedByCopies):
-    """Buffers of a rank that grow with the calls, shared by all layers whose tokens a group exchanges.
+    """Buffers that grow with the calls, shared by all layers whose tokens a group exchanges.
 
-    All ranks make the same calls in the same order, with the same sizes: so they grow together, which is a call among
-    them, and take the same buffers: the first that no call has.  One that a CUDA graph was captured with stays as long
-    as the room, since replays go on using it.
+    All ranks make the same calls with the same sizes in the same order. They therefore grow their buffers together,
+    which is a collective call, and use the same one: the first that is free. A buffer that a CUDA graph was captured
+    with is kept as long as the room, because replays use it.
+
+    Args:
+        device: Device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,10 +256,19 @@ class ExchangeRoom(SharedByCopies):
         self._kept: list[tuple[ExchangeBuffer, object]] = []
 
     def take(self, ranks: Communicator, shape: ExchangeShape, code: TokenCode) -> tuple[int, ExchangeBuffer]:
-        """A buffer for a call of ``shape`` among ``ranks``, with tokens as ``code``, and its number.
+        """Reserve a buffer for a call, and grow it if necessary.
 
-        Raises ConfigError where no buffer is free, or one would have to grow while a CUDA graph is captured;
-        CommunicationError where a rank does not take part in growing.
+        Args:
+            ranks: The ranks of the call.
+            shape: Shape of the exchange.
+            code: Encoding of tokens.
+
+        Returns:
+            Number of the buffer, and the buffer.
+
+        Raises:
+            ConfigError: No buffer is free, or one would have to grow during CUDA graph capture.
+            CommunicationError: A rank did not participate in growing.
         """
         if all(self._calls.busy):
             raise _too_many(MOST_CALLS)
@@ -242,12 +291,16 @@ class ExchangeRoom(SharedByCopies):
         return number, buffer
 
     def release(self, number: int) -> None:
-        """The call has ended."""
+        """Mark the call that used a buffer as ended.
+
+        Args:
+            number: Number of the buffer.
+        """
         self._calls.end(number, self._device)
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that the device waited for in vain, as far as the host has been told."""
+        """Ranks for which a wait on the device timed out, as far as the host knows."""
         found = [rank for buffer in self._each() for rank in buffer.missing]
         return sorted(set(found))
 
@@ -267,7 +320,7 @@ class ExchangeRoom(SharedByCopies):
             tokens = max(tokens, old[0].memory.shape[0] - old[0].shape.arrived)
         shape = replace(shape, results_room=_in_steps(results))
         if old is not None:
-            # nobody writes into memory that is given back
+            # Make sure that no rank still writes into memory about to be freed.
             ranks.synchronize("calls between GPUs end before their memory grows", self._device)
             _told(ranks, None)
             if self._captured[number]:
@@ -280,21 +333,30 @@ class ExchangeRoom(SharedByCopies):
 
     @staticmethod
     def connect(ranks: Communicator, groups: ParallelGroups, device: torch.device) -> ExchangeRoom | None:
-        """The room of ``ranks``, which all ask at the same time; None where their GPUs can't share memory.
+        """Return the room of a group, or create it; all ranks call this at the same time.
 
-        A new one, unless all of them have it still: the memory goes with the last layer that has the room.
+        A new room is created unless all ranks still have the existing one: the memory is freed with the last layer that
+        uses it.
+
+        Args:
+            ranks: The ranks.
+            groups: Process groups of the layer.
+            device: Device of this rank.
+
+        Returns:
+            The room, or None if the GPUs cannot share memory.
         """
         rooms = _ROOMS.setdefault(ranks.group, {})
         known = rooms.get(device, lambda: None)
         room = None if known is None else known()
-        # what one rank's last layer has given back, another rank may still hold
+        # A room that the last layer of one rank has freed may still exist on another rank.
         if known is not None and not all(_told(ranks, room is not None)):
             room = _new_room(ranks, groups, device)
             rooms[device] = None if room is None else weakref.ref(room)
         return room
 
 
-#: by group and device, None where memory can't be shared; no room holds its group
+#: Rooms by group and device, None where memory cannot be shared. Rooms do not reference their group, so weak keys work.
 _ROOMS: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, Callable[[], ExchangeRoom | None] | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -317,7 +379,7 @@ def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device)
 
 
 def _in_steps(nbytes: int) -> int:
-    """``nbytes`` or some more, so that memory grows seldom: a power of two from 8 MiB, then multiples of 128 MiB."""
+    """Round up so that memory rarely grows: powers of two from 8 MiB, then multiples of 128 MiB."""
     step = min(max(1 << (nbytes - 1).bit_length(), 2**23), 2**27)
     return -(-nbytes // step) * step
 
@@ -336,7 +398,7 @@ def _too_many(calls: int) -> ConfigError:
 def _connect(
     shape: ExchangeShape, nbytes: int, count: int, ranks: Communicator, device: torch.device
 ) -> tuple[list[ExchangeBuffer], object]:
-    """``count`` buffers of ``nbytes`` each, and what keeps them."""
+    """Allocate ``count`` buffers of ``nbytes`` each; return them and what keeps them alive."""
     import torch.distributed._symmetric_memory as symm_mem
 
     each = -(-nbytes // 256) * 256
@@ -348,7 +410,7 @@ def _connect(
         handle = symm_mem.rendezvous(memory, ranks.group)
         if handle is None:
             raise RuntimeError("torch's symmetric memory gave no handle")
-        # where a rank's tensor starts in the memory that torch has mapped, which may be larger
+        # Offset of a rank's tensor in the memory that torch has mapped, which may be larger.
         starts = _told(ranks, memory.data_ptr() - handle.buffer_ptrs[handle.rank])
         first = [base + start for base, start in zip(handle.buffer_ptrs, starts, strict=True)]
     if not all(handle.buffer_ptrs):
@@ -368,5 +430,5 @@ def _connect(
             )
         )
     torch.cuda.synchronize(device)
-    _told(ranks, None)  # nobody writes before all are ready
+    _told(ranks, None)  # no rank may write before all are ready
     return buffers, handle

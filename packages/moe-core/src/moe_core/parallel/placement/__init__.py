@@ -1,4 +1,4 @@
-"""Which rank holds which experts: placements, tables for dispatch, measured loads, planning.
+"""Expert placement on ranks: placements, dispatch tables, measured loads, planning.
 
 Moving weights to a new placement is in :mod:`moe_core.runtime.expert_mover`, which imports torch.distributed.
 """

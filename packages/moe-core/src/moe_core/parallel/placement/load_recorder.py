@@ -1,4 +1,4 @@
-"""How often experts are chosen, counted on the device."""
+"""Count on the device how often each expert is chosen."""
 
 from __future__ import annotations
 
@@ -11,27 +11,38 @@ from moe_core.spec.device import as_torch_device
 
 
 class ExpertLoadRecorder:
-    """Counts of tokens per expert, for each of a model's layers.
+    """Token counts per expert, for each layer of a model.
 
-    :meth:`record` waits for nothing and allocates no counts, so it runs in CUDA graphs, whose replays count too.  Ranks
-    that route tokens of their own count their own: :attr:`counts` of all of them are added (``all_reduce``) before they
-    are planned with.
+    :meth:`record` does not synchronize and allocates no counters, so it can be captured in CUDA graphs, whose replays
+    count too. Ranks that route different tokens count separately: sum the :attr:`counts` of all ranks (``all_reduce``)
+    before planning.
+
+    Args:
+        num_layers: Number of layers.
+        num_experts: Number of experts per layer.
+        device: Device of the counters.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device | str | None = None) -> None:
         layers, experts = whole_number("num_layers", num_layers), whole_number("num_experts", num_experts)
-        # the last column counts ids of no expert, so that none need be looked for
+        # The last column counts ids that are not experts, so that these need no special case.
         self._all = torch.zeros((layers, experts + 1), dtype=torch.int64, device=as_torch_device(device))
 
     @property
     def counts(self) -> Tensor:
-        """[layers, E] int64, on the device: a view that goes on counting."""
+        """Counts, int64 ``[layers, E]`` on the device: a view that is updated by later calls."""
         return self._all[:, :-1]
 
     def record(self, layer: int, topk_ids: Tensor) -> None:
-        """Count the experts that ``topk_ids`` [M, k] name; ids of no expert count nothing.
+        """Count the chosen experts of a layer.
 
-        Raises ConfigError for a layer that is not there, TensorError for ids on another device.
+        Args:
+            layer: Index of the layer.
+            topk_ids: Chosen experts, int32 or int64 ``[M, k]``; ids out of range are not counted.
+
+        Raises:
+            ConfigError: The layer does not exist.
+            TensorError: The ids are on another device, or have the wrong dtype.
         """
         layers, bins = self._all.shape
         layer = whole_number("layer", layer, 0)
@@ -46,7 +57,14 @@ class ExpertLoadRecorder:
         self._all[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
     def decay(self, factor: float = 0.5) -> None:
-        """Let what was counted so far count ``factor`` of it, from 0 (forget it) to 1: so counts follow loads."""
+        """Scale down the counts so far, so that they follow changing loads.
+
+        Args:
+            factor: Factor from 0 (forget everything) to 1.
+
+        Raises:
+            ConfigError: The factor is out of range.
+        """
         check_instance("factor", factor, int, float)
         if not 0 <= factor <= 1:
             raise ConfigError(f"factor is {factor!r}, expected a number from 0 to 1")

@@ -1,4 +1,4 @@
-"""From one placement to another in steps, each of which is a placement, with few experts at a time."""
+"""Split a change of placement into steps that each move few experts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from moe_core.errors import check_instance
 from moe_core.parallel.placement.placement import ExpertPlacement
 from moe_core.spec.config import whole_number
 
-#: (rank, local index)
+#: A slot: (rank, local index).
 Slot = tuple[int, int]
 
 
 def placement_steps(
     current: ExpertPlacement, new: ExpertPlacement, max_staged: int | None = None
 ) -> tuple[ExpertPlacement, ...]:
-    """Placements that lead from ``current`` to one with the experts of ``new`` on each rank; empty where it has them.
+    """Split a change of placement into a sequence of placements.
 
-    At most ``max_staged`` slots of a rank get another expert in a step; None: all at once.  In every step every expert
-    is somewhere, and what stays on a rank stays in its slot.  Pure: all ranks come to the same steps.
-    Raises ConfigError where a rank of ``new`` has another number of experts.
+    In every step each expert is on some rank, and experts that stay on a rank keep their slot. The function is pure, so
+    all ranks compute the same steps.
+
+    Args:
+        current: Placement in use.
+        new: Placement to reach; the order of experts within a rank is not significant.
+        max_staged: Largest number of slots per rank that change in a step; None for no limit.
+
+    Returns:
+        Placements of the steps; empty if each rank already has its experts.
+
+    Raises:
+        ConfigError: A rank of ``new`` has another number of experts.
     """
     check_instance("current", current, ExpertPlacement)
     check_instance("new", new, ExpertPlacement)
@@ -28,7 +38,7 @@ def placement_steps(
 
 
 class _Steps:
-    """``held``: what slots have before a step; ``wanted``: what they shall have."""
+    """State of the search for steps: ``held`` is the content of slots, ``wanted`` the goal."""
 
     def __init__(self, current: ExpertPlacement, new: ExpertPlacement, most: int) -> None:
         self.num_experts = current.num_experts
@@ -54,7 +64,7 @@ class _Steps:
         ]
 
     def _writes(self, pending: list[Slot]) -> dict[Slot, int]:
-        """What one step puts into slots, from what slots have before it."""
+        """Slots that one step overwrites, with their new experts, which come from the state before."""
         replicas = Counter(expert for rank in self.held for expert in rank)
         room = Counter(dict.fromkeys(range(len(self.held)), self.most))
         writes: dict[Slot, int] = {}
@@ -69,13 +79,13 @@ class _Steps:
 
         left = pending
         while True:
-            # slots whose expert is somewhere else too; one that is written may make another such
+            # Slots whose expert has another replica. Writing one may create further such slots.
             free = next((s for s in left if room[s[0]] and replicas[self.held[s[0]][s[1]]] > 1), None)
             if free is not None:
                 write([free])
                 left = [slot for slot in left if slot != free]
                 continue
-            # else experts change places in a circle, together
+            # Otherwise exchange the experts of a cycle together.
             circle = self._circle([slot for slot in left if replicas[self.held[slot[0]][slot[1]]] == 1], left)
             needed = Counter(rank for rank, _ in circle)
             if circle and all(room[rank] >= count for rank, count in needed.items()):
@@ -85,7 +95,7 @@ class _Steps:
             return writes or self._swap(circle)
 
     def _circle(self, sole: list[Slot], left: list[Slot]) -> list[Slot]:
-        """Slots of which each wants what the one before has; each has the only replica of its expert."""
+        """Find a cycle of slots with sole replicas, each wanting the expert of the previous one."""
         wants = {self.wanted[rank][local]: (rank, local) for rank, local in reversed(left)}
         for start in sole:
             path: list[Slot] = []
@@ -98,10 +108,10 @@ class _Steps:
         return []
 
     def _swap(self, circle: list[Slot]) -> dict[Slot, int]:
-        """The first two of a circle that is too long for a step change their experts; the second has its own then."""
+        """Exchange the first two experts of a cycle too long for one step; the second is then final."""
         (rank, local), (other, there) = circle[:2]
         given, taken = self.held[rank][local], self.held[other][there]
-        if taken in self.wanted[rank]:  # for another slot of this rank, whose order is free
+        if taken in self.wanted[rank]:  # wanted by another slot of this rank, whose order is free
             wanted = self.wanted[rank]
             place = wanted.index(taken)
             wanted[place], wanted[local] = wanted[local], taken

@@ -1,6 +1,6 @@
-"""Where the experts of a layer are: for each expert-parallel rank its experts, with replicas, as a value.
+"""The placement of a layer's experts on expert-parallel ranks, with replicas, as a value.
 
-An expert of the model is a *logical* expert; each place of a rank that holds one (its *slot*) is a physical expert.
+An expert of the model is a *logical* expert. Each *slot* of a rank that holds one is a physical expert.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: of the JSON form
+#: Version of the JSON form.
 VERSION = 1
 
-#: of a layer, written in one way only
+#: Index of a layer in its only accepted spelling.
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """For each expert-parallel rank its experts, by their local index.
+    """The experts of each expert-parallel rank, by local index.
 
-    - ``num_experts`` E of the layer
-    - ``ranks``: global ids; ``ranks[r][i]`` is expert ``i`` of rank ``r``.  Ranks may hold different numbers of them.
+    Every expert is on some rank. An expert on several ranks is *replicated*: each of its tokens goes to one of the
+    replicas. No rank holds an expert twice. Placements are hashable and compare by value; the ``repr`` evaluates back.
 
-    Every expert is somewhere.  One that is on several ranks is *replicated*: each of its tokens goes to one of the
-    replicas.  No rank holds an expert twice.  Hashable, equal by value; its ``repr`` evaluates back.
-    Raises ConfigError.
+    Attributes:
+        num_experts: Number of experts E of the layer.
+        ranks: Global ids; ``ranks[r][i]`` is expert ``i`` of rank ``r``. Ranks may hold different numbers of experts.
+
+    Raises:
+        ConfigError: The placement violates these rules.
     """
 
     num_experts: int
@@ -73,7 +76,18 @@ class ExpertPlacement:
 
     @staticmethod
     def contiguous(num_experts: int, ep_size: int) -> ExpertPlacement:
-        """Consecutive experts on each rank, one more on the first ranks where they do not divide."""
+        """Place consecutive experts on each rank; the first ranks get one more if E does not divide.
+
+        Args:
+            num_experts: Number of experts.
+            ep_size: Number of expert-parallel ranks.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ConfigError: There are fewer experts than ranks.
+        """
         _check_ranks(num_experts, ep_size)
         each, more = divmod(num_experts, ep_size)
         ends = [0, *itertools.accumulate(each + (rank < more) for rank in range(ep_size))]
@@ -81,17 +95,29 @@ class ExpertPlacement:
 
     @staticmethod
     def round_robin(num_experts: int, ep_size: int) -> ExpertPlacement:
-        """Expert ``e`` on rank ``e % ep_size``."""
+        """Place expert ``e`` on rank ``e % ep_size``.
+
+        Args:
+            num_experts: Number of experts.
+            ep_size: Number of expert-parallel ranks.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ConfigError: There are fewer experts than ranks.
+        """
         _check_ranks(num_experts, ep_size)
         return ExpertPlacement(num_experts, tuple(tuple(range(rank, num_experts, ep_size)) for rank in range(ep_size)))
 
     @property
     def ep_size(self) -> int:
+        """Number of expert-parallel ranks."""
         return len(self.ranks)
 
     @functools.cached_property
     def replicas(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each expert its (rank, local index), ranks ascending."""
+        """(rank, local index) of each replica of each expert, ranks ascending."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]
         for rank, held in enumerate(self.ranks):
             for local, expert in enumerate(held):
@@ -100,24 +126,36 @@ class ExpertPlacement:
 
     @property
     def max_replicas(self) -> int:
+        """Largest number of replicas of an expert."""
         return max(map(len, self.replicas))
 
     @property
     def max_local_experts(self) -> int:
-        """Experts of the rank that has most."""
+        """Largest number of experts on a rank."""
         return max(map(len, self.ranks))
 
     @property
     def has_replicas(self) -> bool:
         """Whether some expert is on several ranks.
 
-        Then a rank that sees all tokens must leave out those that another replica takes:
+        If so, a rank that sees all tokens must skip those that another replica takes: use
         :meth:`moe_core.parallel.placement.tables.ReplicaTables.local_ids`, not an expert map.
         """
         return self.max_replicas > 1
 
     def expert_map(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """[E] int32: the local index of each expert on ``rank``, -1 for those that it does not hold."""
+        """Build the expert map of a rank.
+
+        Args:
+            rank: The rank.
+            device: Device of the map.
+
+        Returns:
+            Local index of each expert on ``rank``, int32 ``[E]``; -1 for experts that it does not hold.
+
+        Raises:
+            ConfigError: The rank does not exist.
+        """
         from moe_core.parallel.shard import map_of
 
         check_instance("rank", rank, int)
@@ -126,9 +164,16 @@ class ExpertPlacement:
         return map_of(self.ranks[rank], self.num_experts, device)
 
     def aligned(self, current: ExpertPlacement) -> ExpertPlacement:
-        """The same experts on each rank, with those that ``current`` has there at the same local index.
+        """Reorder experts within ranks so that those already there keep their local index.
 
-        Raises ConfigError for other numbers of ranks, or of experts on one.
+        Args:
+            current: Placement whose local indices are kept.
+
+        Returns:
+            A placement with the same experts on each rank.
+
+        Raises:
+            ConfigError: The number of ranks, or of experts on a rank, differs.
         """
         check_instance("current", current, ExpertPlacement)
         sizes = [tuple(map(len, placement.ranks)) for placement in (self, current)]
@@ -143,12 +188,22 @@ class ExpertPlacement:
         return ExpertPlacement(self.num_experts, tuple(ranks))
 
     def to_json(self) -> dict[str, Any]:
-        """As :meth:`from_json` reads it: ``{"num_experts": 4, "ranks": [[0, 1], [2, 3]]}``."""
+        """Return a JSON-ready dict: ``{"num_experts": 4, "ranks": [[0, 1], [2, 3]]}``."""
         return {"num_experts": self.num_experts, "ranks": [list(held) for held in self.ranks]}
 
     @staticmethod
     def from_json(value: object) -> ExpertPlacement:
-        """The placement that :meth:`to_json` wrote.  Raises ConfigError for anything else."""
+        """Read the result of :meth:`to_json`.
+
+        Args:
+            value: Parsed JSON.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ConfigError: The value is not a valid placement.
+        """
         if (
             not isinstance(value, dict)
             or set(value) != {"num_experts", "ranks"}
@@ -159,7 +214,15 @@ class ExpertPlacement:
 
 
 def save_placements(path: str | os.PathLike[str], placements: Mapping[int, ExpertPlacement]) -> None:
-    """Write the placement of each layer (by its index) to a JSON file, whole or not at all.  Raises ConfigError."""
+    """Write the placements of a model's layers to a JSON file, atomically.
+
+    Args:
+        path: File to write.
+        placements: Placement by index of the layer.
+
+    Raises:
+        ConfigError: An argument is invalid, or the file cannot be written.
+    """
     file = as_path("path", path)
     if not isinstance(placements, Mapping):
         raise ConfigError(f"placements is {_short(placements)}, expected a mapping of layers to placements")
@@ -172,8 +235,18 @@ def save_placements(path: str | os.PathLike[str], placements: Mapping[int, Exper
 
 
 def load_placements(path: str | os.PathLike[str]) -> dict[int, ExpertPlacement]:
-    """What :func:`save_placements` wrote: the placement of each layer.  Raises ConfigError with the file's name."""
-    # here: files of checkpoints are read with more than a placement needs
+    """Read the placements that :func:`save_placements` wrote.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        Placement by index of the layer.
+
+    Raises:
+        ConfigError: The file is not valid; the message names it.
+    """
+    # Imported here because reading checkpoint files needs more modules than a placement does.
     from moe_core._support.strict_json import load_settings
 
     content = load_settings("path", path)
@@ -199,7 +272,7 @@ def _check_ranks(num_experts: int, ep_size: int) -> None:
 
 
 def _expert(value: object) -> int:
-    """A plain integer of whatever counts as one; -1, which no expert has, for anything else."""
+    """Convert a value to an expert id; -1, an invalid id, if it is not an integer."""
     try:
         return -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -212,6 +285,13 @@ def _short(value: object) -> str:
 
 
 def check_placement(placement: ExpertPlacement) -> None:
-    """ConfigError for what is no placement."""
+    """Check the type of a placement.
+
+    Args:
+        placement: Value to check.
+
+    Raises:
+        ConfigError: It is not an ExpertPlacement.
+    """
     if not isinstance(placement, ExpertPlacement):
         raise ConfigError(f"placement is {placement!r}, expected an ExpertPlacement")

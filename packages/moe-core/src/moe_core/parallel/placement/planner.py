@@ -1,9 +1,10 @@
-"""Balanced placements from measured loads: which experts to replicate, and which ranks get them.
+"""Plan balanced placements from measured loads: which experts to replicate, and where.
 
-Replicas are given one by one to the expert with the largest load per replica, and go to ranks by longest processing
-time first: the largest to the least loaded rank that has a slot, and no replica of the expert.  Exchanges between the
-most loaded rank and others follow, as long as they help; where ranks are still unequal, as in small layers, so do other
-choices of what is replicated.  Everything is deterministic: ties go to the smaller id or rank.
+Replicas are assigned one by one to the expert with the largest load per replica. They go to ranks by longest processing
+time first: the largest replica to the least loaded rank that has a free slot and no replica of that expert. Then
+experts of the most loaded rank are exchanged with those of other ranks as long as this helps. If ranks are still
+unequal, as in small layers, other choices of replicas are tried. Everything is deterministic: ties go to the smaller id
+or rank.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from moe_core.errors import ConfigError, check_instance
 from moe_core.parallel.placement.placement import ExpertPlacement
 from moe_core.spec.config import whole_number
 
-#: by how much more than the best found the most loaded rank may have, if fewer experts move then
+#: Allowed excess of the largest rank load over the best one found, if fewer experts move in return.
 TOLERANCE = 0.05
-#: what trying other replicas may cost: tries times slots times ranks
+#: Budget for trying other replicas: tries times slots times ranks.
 EFFORT = 10_000
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A placement, and what it does to the loads that it was made for.
+    """A placement, and the rank loads that it results in.
 
-    ``loads``: of each rank, in the unit of the counts; ``moved``: slots that get another expert than now.
+    Attributes:
+        placement: The placement.
+        loads: Load of each rank, in the unit of the counts.
+        moved: Number of slots whose expert changes.
     """
 
     placement: ExpertPlacement
@@ -39,13 +43,24 @@ class PlacementPlan:
 
     @property
     def balance(self) -> float:
-        """Mean over maximum of the ranks' loads: 1 where all are equal, and for no load at all."""
+        """Mean over maximum of the rank loads: 1 if all are equal, and if there is no load."""
         most = max(self.loads)
         return sum(self.loads) / len(self.loads) / most if most else 1.0
 
 
 def rank_loads(placement: ExpertPlacement, counts: Sequence[float] | Tensor) -> tuple[float, ...]:
-    """Load of each rank: an expert's ``counts`` [E] are shared evenly by its replicas."""
+    """Compute the load of each rank; replicas share the load of an expert evenly.
+
+    Args:
+        placement: The placement.
+        counts: Load of each expert, ``[E]``.
+
+    Returns:
+        Load of each rank.
+
+    Raises:
+        ConfigError: The counts do not fit the placement.
+    """
     check_instance("placement", placement, ExpertPlacement)
     loads = _loads(counts)
     if len(loads) != placement.num_experts:
@@ -62,13 +77,23 @@ def plan_placement(
     current: ExpertPlacement | None = None,
     tolerance: float = TOLERANCE,
 ) -> PlacementPlan:
-    """A placement that balances ``counts`` [E], how often each expert was chosen, over ``ep_size`` ranks.
+    """Plan a placement that balances the load over ranks.
 
-    ``slots``: experts on each rank (or on every one), default as few as hold all, or as ``current`` has; what is more
-    than E holds replicas.  ``current``: the placement in use; experts stay where they are, as long as the most loaded
-    rank has at most ``tolerance`` more than without regard to it.
-    Raises ConfigError for loads that are no finite numbers of at least 0, and for slots that do not hold every expert
-    or hold more than one of each on every rank.
+    Args:
+        counts: How often each expert was chosen, ``[E]``.
+        ep_size: Number of expert-parallel ranks.
+        slots: Number of experts on every rank, or on each. Slots beyond E in total hold replicas. Default: as in
+            ``current``, otherwise the fewest that hold all experts.
+        current: Placement in use. Experts stay where they are, as long as the largest rank load exceeds that of a fresh
+            plan by at most ``tolerance``.
+        tolerance: Relative excess of the largest rank load.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: The loads are not finite numbers of at least 0, or the slots cannot hold every expert, or exceed
+            one replica of each per rank.
     """
     check_instance("current", current, ExpertPlacement, type(None))
     check_instance("tolerance", tolerance, int, float)
@@ -104,7 +129,7 @@ def _loads(counts: Sequence[float] | Tensor) -> list[float]:
 def _rooms(
     experts: int, ep_size: int, slots: int | Sequence[int] | None, current: ExpertPlacement | None
 ) -> tuple[int, ...]:
-    """Slots of each rank."""
+    """Number of slots of each rank."""
     if current is not None:
         if (current.num_experts, current.ep_size) != (experts, ep_size):
             raise ConfigError(
@@ -136,7 +161,7 @@ def _rooms(
 
 
 def _replicas(loads: Sequence[float], total: int, ep_size: int) -> list[int]:
-    """How many replicas each expert gets: the largest load per replica becomes as small as it can."""
+    """Number of replicas of each expert that minimizes the largest load per replica."""
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -152,7 +177,7 @@ def _replicas(loads: Sequence[float], total: int, ep_size: int) -> list[int]:
 
 
 def _balanced(loads: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], _Packing]:
-    """The most balanced packing that is found, and how many replicas each expert has there."""
+    """Find the most balanced packing; return the replicas per expert, and the packing."""
 
     def pack(counts: Sequence[int]) -> _Packing:
         packing = _Packing([load / count for load, count in zip(loads, counts, strict=True)], rooms)
@@ -167,7 +192,8 @@ def _balanced(loads: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], 
     better = sum(rooms) > len(loads)
     while better and max(best.loads) > ideal * (1 + TOLERANCE):
         better = False
-        # a replica less of one, one more of another: the expert with the smallest replicas first, and the smallest load
+        # Move a replica from one expert to another: take from the smallest replicas first, give to the smallest load
+        # first.
         fewer = sorted((e for e in range(len(loads)) if counts[e] > 1), key=lambda e: (best.shares[e], e))
         more = sorted((e for e in range(len(loads)) if counts[e] < len(rooms)), key=lambda e: (loads[e], e))
         for one, other in ((a, b) for a in fewer for b in more if a != b):
@@ -185,7 +211,7 @@ def _balanced(loads: Sequence[float], rooms: Sequence[int]) -> tuple[list[int], 
 
 
 class _Packing:
-    """Replicas with ``shares`` [E] of load on ranks with ``rooms`` slots."""
+    """Assignment of replicas, each with a share of load, to ranks with a number of slots."""
 
     def __init__(self, shares: Sequence[float], rooms: Sequence[int]) -> None:
         self.shares = shares
@@ -205,17 +231,17 @@ class _Packing:
         self.loads[other] += change
 
     def keep(self, current: ExpertPlacement, replicas: Sequence[int]) -> list[int]:
-        """Leave experts where they are, but no more than ``replicas`` of each; how many of each are left to place."""
+        """Keep current experts, at most ``replicas`` of each; return how many remain to be placed."""
         now = rank_loads(current, [share * count for share, count in zip(self.shares, replicas, strict=True)])
         for expert, places in enumerate(current.replicas):
-            # of too many, those on the most loaded ranks go
+            # Of excess replicas, drop those on the most loaded ranks.
             stay = sorted((rank for rank, _ in places), key=lambda rank: (now[rank], rank))[: replicas[expert]]
             for rank in stay:
                 self._add(rank, expert)
         return [count - min(count, len(held)) for count, held in zip(replicas, current.replicas, strict=True)]
 
     def place(self, counts: Sequence[int]) -> None:
-        """Put ``counts`` replicas of each expert into free slots, the largest first."""
+        """Put ``counts`` replicas of each expert into free slots, the largest load first."""
         for expert in sorted(range(len(counts)), key=lambda e: (-self.shares[e], e)):
             for _ in range(counts[expert]):
                 free = [rank for rank, room in enumerate(self.rooms) if len(self.ranks[rank]) < room]
@@ -226,9 +252,10 @@ class _Packing:
                     self._make_room(free[0], expert)
 
     def _make_room(self, free: int, expert: int) -> None:
-        """The only ranks with a free slot have the expert: another rank takes it, and gives one of its own away.
+        """Place an expert when all ranks with a free slot already hold it.
 
-        There is one: a full rank without it has an expert that ``free`` has not, since slots differ by 1 at most.
+        Another rank takes it and gives one of its experts to the free slot. Such a rank exists: slots differ by at most
+        1, so a full rank without the expert has one that ``free`` lacks.
         """
         for rank in sorted(range(len(self.rooms)), key=lambda rank: (self.loads[rank], rank)):
             if expert in self.ranks[rank]:
@@ -243,7 +270,7 @@ class _Packing:
         raise ConfigError(f"no rank has room for another replica of expert {expert}")
 
     def exchange(self, enough: float) -> None:
-        """Swap experts of the most loaded rank with others' until it has at most ``enough``, or no swap helps."""
+        """Swap experts of the most loaded rank until it has at most ``enough``, or no swap helps."""
         for _ in range(4 * sum(self.rooms)):
             most = max(self.loads)
             rank = self.loads.index(most)
@@ -262,7 +289,11 @@ class _Packing:
             self._swap(rank, *best[1:])
 
     def _best_swap(self, rank: int, other: int) -> tuple[float, int, int] | None:
-        """(load that leaves ``rank``, its expert, that of ``other`` instead): what halves their difference best."""
+        """Find the swap that comes closest to halving the load difference of two ranks.
+
+        Returns:
+            (load that leaves ``rank``, its expert, the expert of ``other`` in exchange), or None.
+        """
         wanted = (self.loads[rank] - self.loads[other]) / 2
         mine = [expert for expert in self.ranks[rank] if expert not in self.ranks[other]]
         theirs = sorted((self.shares[e], e) for e in self.ranks[other] if e not in self.ranks[rank])
@@ -278,7 +309,7 @@ class _Packing:
 
 
 def _matched(ranks: Sequence[list[int]], current: ExpertPlacement) -> list[list[int]]:
-    """The same sets of experts, given to the ranks that have most of them already."""
+    """Assign the same sets of experts to the ranks that already hold most of them."""
     pairs = sorted(
         (-len(set(held) & set(here)), old, new)
         for old, here in enumerate(current.ranks)

@@ -1,4 +1,4 @@
-"""Placements on the device: which rank's which expert takes a token."""
+"""Placements as device tensors that map tokens to replicas of their experts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from moe_core.spec.device import as_torch_device
 class ReplicaTables:
     """A placement as two tensors, for kernels that dispatch tokens.
 
-    - ``slots`` [E, R] int32, contiguous: of each expert's replicas ``rank * stride + local index``.  An expert with
-      fewer than R replicas repeats them from its first, so every entry is valid.
-    - ``counts`` [E] int32: replicas of each expert, 1..R
-    - ``stride``: most experts that a rank can hold
+    Token ``t`` that chose expert ``e`` goes to ``slots[e, t % counts[e]]``, where ``t`` is the row of ``topk_ids`` plus
+    an offset that a rank may choose. Replicas thus share the tokens of an expert evenly, and every call makes the same
+    choice. Ranks that must agree (each sees all tokens) use the same rows and offset 0. Ranks that dispatch separate
+    tokens use their own rank as offset, so that single tokens of many ranks do not all go to one replica.
 
-    A slot of token ``t`` whose expert is ``e`` goes to ``slots[e, t % counts[e]]``, where ``t`` is the row of
-    ``topk_ids``, plus an offset that a rank may choose: so replicas share an expert's tokens evenly, the same ones at
-    every call.  Ranks that must agree about it (each sees all tokens) use the same rows and the offset 0; ranks that
-    dispatch tokens of their own use their own rank, so that single tokens of many ranks don't meet at one replica.
+    R and ``stride`` are capacities: :meth:`copy_` stores another placement in the same memory, which captured CUDA
+    graphs keep reading.
 
-    R and ``stride`` are capacities: :meth:`copy_` brings another placement into the same memory, which captured CUDA
-    graphs go on reading.
+    Attributes:
+        slots: int32 ``[E, R]``, contiguous: ``rank * stride + local index`` of each replica of an expert. An expert
+            with fewer than R replicas repeats them from its first, so every entry is valid.
+        counts: int32 ``[E]``: number of replicas of each expert, 1..R.
+        stride: Largest number of experts that a rank can hold.
     """
 
     slots: Tensor
@@ -44,9 +45,19 @@ class ReplicaTables:
         max_replicas: int | None = None,
         stride: int | None = None,
     ) -> ReplicaTables:
-        """Tables of ``placement`` with room for ``max_replicas`` (default: as many as there are ranks) and ``stride``.
+        """Create the tables of a placement.
 
-        Raises ConfigError where the placement needs more.
+        Args:
+            placement: The placement.
+            device: Device of the tables.
+            max_replicas: Capacity R. Default: the number of ranks.
+            stride: Capacity of experts per rank. Default: the largest number in ``placement``.
+
+        Returns:
+            The tables.
+
+        Raises:
+            ConfigError: The placement exceeds a capacity.
         """
         check_instance("placement", placement, ExpertPlacement)
         room = placement.ep_size if max_replicas is None else whole_number("max_replicas", max_replicas)
@@ -62,23 +73,29 @@ class ReplicaTables:
 
     @property
     def device(self) -> torch.device:
+        """Device of the tables."""
         return self.slots.device
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors with their names."""
         yield "slots", self.slots
         yield "counts", self.counts
 
     def copy_(self, placement: ExpertPlacement) -> None:
-        """Overwrite the tables in place with those of ``placement``.
+        """Overwrite the tables in place with those of another placement.
 
-        Raises ConfigError, with the old ones untouched, for other numbers of experts, or more than there is room for.
+        Args:
+            placement: The placement.
+
+        Raises:
+            ConfigError: The number of experts differs, or the placement exceeds a capacity. The tables are untouched.
         """
         slots, counts = self._rows(placement)
         self.slots.copy_(slots)
         self.counts.copy_(counts)
 
     def _rows(self, placement: ExpertPlacement) -> tuple[Tensor, Tensor]:
-        """(slots, counts) of a placement that fits, on the CPU."""
+        """Slots and counts of a placement that fits, on the CPU."""
         check_instance("placement", placement, ExpertPlacement)
         experts, room = self.slots.shape
         if placement.num_experts != experts:
@@ -95,9 +112,19 @@ class ReplicaTables:
         return torch.tensor(rows, dtype=torch.int32, device="cpu"), counts
 
     def choose(self, topk_ids: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        """(ranks, local ids), both [M, k] int32, of the replicas that take ``topk_ids`` [M, k]; -1 for no expert.
+        """Choose the replicas that process tokens; a torch reference of what dispatch kernels do.
 
-        What kernels that dispatch do, in torch operations; without host synchronisation.
+        It does not synchronize with the host.
+
+        Args:
+            topk_ids: Chosen experts, int32 or int64 ``[M, k]``.
+            offset: Offset of the token index.
+
+        Returns:
+            Ranks and local ids, both int32 ``[M, k]``; -1 for ids that are not experts.
+
+        Raises:
+            TensorError: The ids have the wrong shape, dtype or device.
         """
         check_shape("topk_ids", topk_ids, ("M", "k"))
         check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
@@ -114,9 +141,18 @@ class ReplicaTables:
         return ranks.int(), torch.where(valid, slot % self.stride, -1).int()
 
     def local_ids(self, topk_ids: Tensor, rank: int, *, offset: int = 0) -> Tensor:
-        """[M, k] int32: the local index of each expert whose token ``rank`` takes, -1 for those that others take.
+        """Map chosen experts to local indices on one rank.
 
-        For ranks that see all tokens: each (token, slot) is on exactly one rank, so the ranks' outputs add up.
+        For ranks that see all tokens: each (token, expert) pair is on exactly one rank, so the outputs of the ranks add
+        up.
+
+        Args:
+            topk_ids: Chosen experts, int32 or int64 ``[M, k]``.
+            rank: The rank.
+            offset: Offset of the token index.
+
+        Returns:
+            int32 ``[M, k]``; -1 for pairs that other ranks process.
         """
         rank = whole_number("rank", rank, 0)
         ranks, local = self.choose(topk_ids, offset=offset)

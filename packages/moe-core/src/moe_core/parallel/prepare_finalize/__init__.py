@@ -1,1 +1,1 @@
-"""Prepare/finalize classes, which move tokens to the experts and results back: one file per class."""
+"""Prepare/finalize classes, which dispatch tokens and combine results; one file per class."""

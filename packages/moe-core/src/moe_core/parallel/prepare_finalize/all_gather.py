@@ -1,7 +1,7 @@
-"""Every rank gets all tokens and computes its experts; results are added up on the way back.
+"""Every rank gets all tokens and runs its experts; results are summed on the way back.
 
-Few, large calls that don't depend on where tokens go: for few ranks, for many experts per token, and for CUDA
-graphs.
+It uses few, large collectives whose shapes do not depend on the routing. This suits few ranks, many experts per token,
+and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_core.spec.quant_key import QuantKey
 
 @dataclass(frozen=True)
 class _Rows:
-    """``most``: rows of each rank in what was gathered, of which it fills as many as it has tokens."""
+    """Number of rows per rank in the gathered tensor; a rank fills as many as it has tokens."""
 
     most: int
 
@@ -35,9 +35,9 @@ class _Rows:
 class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
     """All-gather of the tokens, reduce-scatter of the results.
 
-    Ranks with fewer tokens than the one that has most fill up with rows of no expert.  Under CUDA-graph capture all
-    ranks bring the same number of tokens, unless ``tokens_per_rank`` says otherwise; what a rank has less when the
-    graph is replayed are tokens whose expert ids are -1.
+    Ranks are padded to the largest number of tokens with rows that have no expert. Under CUDA graph capture all ranks
+    must bring the same number of tokens, unless ``tokens_per_rank`` states otherwise. In a replay, missing tokens of a
+    rank are tokens whose expert ids are -1.
     """
 
     name = "allgather_reducescatter"
@@ -70,7 +70,11 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
     def _pack(
         self, tokens: Tokens, quantize_as: QuantKey | None, most: int
     ) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
-        """``most`` rows of bytes, behind the tokens some of no expert; and what tokens arrive as. By kernels."""
+        """Pack tokens into ``most`` rows of bytes, padded with rows that have no expert, by kernels.
+
+        Returns:
+            The rows, and a function that unpacks those that arrive.
+        """
         from moe_core.kernels.ops.dispatch import UnpackedTokens, pack_all, unpack
 
         hidden, ids, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
@@ -106,7 +110,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
     def _pack_torch(
         self, tokens: Tokens, quantize_as: QuantKey | None, most: int
     ) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
-        """The same by torch."""
+        """The torch implementation of :meth:`_pack`."""
         tokens = tokens.quantized(quantize_as)
         stride = self.destinations.tables(tokens.experts.device).stride
         ranks, local = self.destinations.choose(tokens.experts)

@@ -1,10 +1,10 @@
-"""Tokens go to the ranks of their experts only: each once per rank, however many of its experts are there.
+"""Send tokens only to the ranks of their experts, at most once per rank.
 
-What crosses ranks is smaller than with an all-gather where a token's experts are on few of them.
+This moves fewer bytes than an all-gather if the experts of a token are on few ranks.
 
-GPUs of one host that map each other's memory write tokens and results straight into it, with room for as many tokens of
-each rank as the rank with most has: the routing stays on the device.  Elsewhere torch's all-to-all moves rows without
-gaps, and the host waits for the routing, since it has to know how many go where.
+GPUs of one host that map each other's memory write tokens and results directly into it. Their buffers have room, for
+each rank, for the largest number of tokens of any rank, and the routing stays on the device. Otherwise torch's
+all-to-all moves rows without gaps, and the host waits for the routing, because it must know how many rows go where.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Leaving:
-    """Tokens that leave: ``packed`` rows in the order of ranks, what to ``unpack`` those with that come, ``left`` rows
-    for each rank, ``came`` rows from each; ``places`` [M, ranks] int32: where a token's results come back, -1 for
-    nowhere.
+    """Packed tokens of an all-to-all, before it starts.
+
+    Attributes:
+        packed: Rows in the order of ranks.
+        unpack: Function that unpacks the rows that arrive.
+        left: Number of rows for each rank.
+        came: Number of rows from each rank.
+        places: Row at which each rank's result of a token arrives, int32 ``[M, ranks]``; -1 for none.
     """
 
     packed: Tensor
@@ -50,10 +55,10 @@ class _Leaving:
 
 
 class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
-    """All-to-all there, weighted sums back.
+    """All-to-all of the tokens; weighted sums return.
 
-    A rank weights and sums what its experts make of a token, so that one row per token and rank comes back.  These rows
-    are added in float32, ranks ascending: the same bits on every run.
+    Each rank weights and sums what its experts compute for a token, so one row per token and rank returns. These rows
+    are added in float32, ranks ascending, which gives the same bits in every run.
     """
 
     name = "alltoall"
@@ -65,11 +70,12 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         verified_on=("cpu", "2 × NVIDIA H200 (sm90)"),
         notes="where GPUs share memory it can be captured in CUDA graphs",
     )
-    #: most bytes of a buffer that other GPUs write into; calls that need more go by torch's all-to-all
+    #: Size limit in bytes of a buffer that other GPUs write into; larger calls use torch's all-to-all.
     most_shared = 4 * 2**30
 
     @property
     def capturable(self) -> bool:
+        """Whether calls can be captured in CUDA graphs: GPUs share memory."""
         return self._room is not None
 
     def __init__(
@@ -82,11 +88,20 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         super().__init__(config, groups, placement=placement)
         self._room: ExchangeRoom | None = None
         self._connected = False
-        #: whether calls are recorded as if GPUs shared memory
+        #: Whether launches are recorded as if GPUs shared memory.
         self._supposed = False
 
     def connect(self, device: torch.device) -> None:
-        """Find out whether GPUs share memory; the first call does it too.  All ranks call it at the same time."""
+        """Determine whether GPUs share memory; otherwise done by the first call.
+
+        All ranks call it at the same time.
+
+        Args:
+            device: Device of this rank.
+
+        Raises:
+            ConfigError: A CUDA graph is being captured.
+        """
         from moe_core.parallel.distributed.symmetric import ExchangeRoom
 
         if not self._connected and device.type == "cuda" and self.most_shared:
@@ -111,7 +126,13 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
                 self._supposed = False
 
     def check(self) -> None:
-        """As of :meth:`LowLatencyPrepareAndFinalize.check`, of calls that write into other GPUs' memory."""
+        """Raise if a wait for a rank timed out in a call that writes into other GPUs' memory.
+
+        See :meth:`LowLatencyPrepareAndFinalize.check`.
+
+        Raises:
+            CommunicationError: A wait has timed out.
+        """
         check_came(self, [] if self._room is None else self._room.missing)
 
     def dispatch(
@@ -129,7 +150,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
     def _push(
         self, room: ExchangeRoom, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
     ) -> Pending[tuple[Tokens, object]] | None:
-        """Into other GPUs' memory; None where that would take too much of it."""
+        """Write tokens into the memory of other GPUs; None if this would take too much of it."""
         hidden = tokens.hidden_states
         most = max(1, *self.counts(tokens.hidden_states, tokens_per_rank))
         shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
@@ -145,7 +166,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
     def _send(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
     ) -> Pending[tuple[Tokens, object]]:
-        """By torch's all-to-all."""
+        """Send tokens by torch's all-to-all."""
         from moe_core.kernels.ops._backend import use_triton
 
         device = tokens.experts.device
@@ -176,7 +197,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         return Pending(finish)
 
     def _pack(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
-        """Counted, quantised and packed by kernels."""
+        """Count, quantize and pack tokens by kernels."""
         from moe_core.kernels.ops.dispatch import count_destinations, pack_tokens
 
         hidden, ids = tokens.hidden_states, tokens.experts
@@ -201,14 +222,14 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         return _Leaving(packed, unpack, left, came, places)
 
     def _pack_torch(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
-        """The same bytes, by torch."""
+        """The torch implementation of :meth:`_pack`, with the same bytes."""
         tokens, copies = tokens.quantized(quantize_as), self.copies
         ranks, local = self.destinations.choose(tokens.experts)
-        # [M, ranks]: whether a token has an expert there
+        # [M, ranks]: whether a token has an expert on the rank.
         wanted = (ranks[:, :, None] == torch.arange(self.ranks.parallel.ep_size, device=ranks.device)).any(1)
         wanted = wanted.repeat_interleave(copies, dim=1)
         left, came = self._numbers(wanted.sum(0, dtype=torch.int32), len(ranks), given)
-        # rank by rank, tokens ascending
+        # Rank by rank, tokens ascending.
         place = wanted.T.flatten().cumsum(0).view(wanted.shape[1], -1).T - 1
         target, token = wanted.T.nonzero(as_tuple=True)
         own = ranks[token] == target.div(copies, rounding_mode="floor")[:, None]
@@ -222,8 +243,12 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         return _Leaving(sent.pack(), sent.unpack, left, came, torch.where(wanted, place, -1).int())
 
     def _numbers(self, counts: Tensor, tokens: int, given: Sequence[int] | None) -> tuple[list[int], list[int]]:
-        """How many of this rank's ``tokens`` leave for each rank (``counts`` [ranks] int32) and come from each, on the
-        host; ``given``: the call's ``tokens_per_rank``.
+        """Return on the host how many rows go to each rank, and how many come from each.
+
+        Args:
+            counts: Rows for each rank, int32 ``[ranks]``.
+            tokens: Number of tokens of this rank.
+            given: The caller's ``tokens_per_rank``, if any.
         """
         what = "ranks tell how many tokens they send"
         left = self.exchange.numbers(counts, what)

@@ -1,7 +1,7 @@
-"""Tokens of one rank in the batched format: ``[E_local, T_max, K]`` beside the number of rows in use.
+"""Tokens of one rank in the batched format: ``[E_local, T_max, K]`` and the rows in use.
 
-What an all-to-all that delivers per-expert buffers does between ranks, done locally: it lets batched
-experts run, and be tested, without communication.  No host synchronisation; shapes are static.
+This does locally what an all-to-all with per-expert buffers does between ranks, so that batched experts can run and be
+tested without communication. It does not synchronize with the host; shapes are static.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from moe_core.spec.quant_key import QuantKey
 
 @dataclass(frozen=True, eq=False)
 class BatchedPrepared(Prepared):
-    """``rows`` [M, k] int64: row of each (token, slot) in the flattened ``[E_local * T_max]`` buffer, -1 for none.
+    """Prepared tokens in the batched format.
 
-    Slots of a token that name the same expert have the same row.
+    Attributes:
+        rows: Row of each (token, expert) pair in the flattened ``[E_local * T_max]`` buffer, int64 ``[M, k]``; -1 for
+            none. Pairs of a token with the same expert have the same row.
     """
 
     rows: Tensor | None = None
 
 
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Scatter to per-expert buffers, weighted gather back.
+    """Scatter tokens to per-expert buffers, gather weighted results back.
 
-    ``T_max`` is the config's ``max_num_tokens``, by default the number of tokens: always enough, since slots of a token
-    that name the same expert share one row.
+    ``T_max`` is the config's ``max_num_tokens``, by default the number of tokens. This is always enough, because pairs
+    of a token with the same expert share one row.
     """
 
     name = "batched"
@@ -76,13 +78,13 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         same = local[:, :, None] == local[:, None, :]
         first = same.to(torch.uint8).argmax(
             dim=2
-        )  # of each slot: the token's first one with its expert, which has the row
+        )  # per pair: first pair of the token with the same expert, which owns the row
         ids = torch.where(first == torch.arange(top_k, device=local.device), local, -1).flatten()
         sorted_ids, order = torch.sort(ids, stable=True)
         bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=ids.device))
         place = torch.arange(ids.numel(), device=ids.device) - bounds[sorted_ids.clamp(min=0)]
         keep = sorted_ids >= 0
-        # slots without a row of their own go to one behind the buffer, so that nothing depends on their number
+        # Pairs that own no row go to an extra row behind the buffer, so that shapes do not depend on their number.
         row = torch.where(keep, sorted_ids * capacity + place, experts * capacity)
         buffer = hidden_states.new_zeros(experts * capacity + 1, width)
         buffer[row] = hidden_states[order // top_k]
@@ -99,7 +101,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
             q, flat_scale = quantize_activation(buffer[:-1], quantize_as, static_scale=static_scale)
             batched, scale = q.view(experts, capacity, -1), flat_scale
-            if scale.shape[0] == experts * capacity:  # else one scale for all
+            if scale.shape[0] == experts * capacity:  # otherwise one scale for all
                 scale = scale.view(experts, capacity, -1)
         counts = (bounds[1:] - bounds[:-1]).to(torch.int32)
         rows = rows.view(tokens, top_k).gather(1, first)
@@ -118,7 +120,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         from moe_core.kernels.ops._backend import use_triton
         from moe_core.kernels.ops.reduce import reduce_pairs, reduce_pairs_torch
 
-        # slots ascending, so that a token's sum does not depend on how many others there are
+        # Pairs are added in ascending order, so that a token's sum does not depend on the number of other tokens.
         (reduce_pairs if use_triton(output, "auto") else reduce_pairs_torch)(
             expert_output.flatten(0, 1),
             routing.topk_ids,

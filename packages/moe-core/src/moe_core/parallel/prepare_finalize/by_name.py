@@ -1,4 +1,4 @@
-"""Prepare/finalize classes by name, and which one a layer's config asks for."""
+"""Prepare/finalize classes by name, and the default class for a layer's config."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from moe_core.parallel.distributed.groups import ParallelGroups
     from moe_core.parallel.placement.placement import ExpertPlacement
 
-#: by which tokens cross ranks, by the names of ``FusedMoEParallelConfig.all2all_backend``; imported when they are asked
-#: for, since they import torch.distributed
+#: Classes for tokens that cross ranks, by the names of ``FusedMoEParallelConfig.all2all_backend``. They are imported on
+#: demand because they import torch.distributed.
 ALL2ALL_BACKENDS = {
     "allgather_reducescatter": "moe_core.parallel.prepare_finalize.all_gather:AllGatherPrepareAndFinalize",
     "alltoall": "moe_core.parallel.prepare_finalize.all_to_all:AllToAllPrepareAndFinalize",
@@ -29,7 +29,7 @@ ALL2ALL_BACKENDS = {
     "deepep": "moe_core.parallel.prepare_finalize.deepep:DeepEPPrepareAndFinalize",
 }
 
-#: for ranks that have the same tokens
+#: Classes for ranks that have the same tokens.
 REDUCTIONS = {
     "all_reduce": "moe_core.parallel.prepare_finalize.ranks_sum:AllReducePrepareAndFinalize",
     "reduce_scatter": "moe_core.parallel.prepare_finalize.ranks_sum:ReduceScatterPrepareAndFinalize",
@@ -37,7 +37,17 @@ REDUCTIONS = {
 
 
 def load_prepare_finalize(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
-    """The prepare/finalize class of that name.  Raises ConfigError for a name that no class has."""
+    """Return the prepare/finalize class of a name.
+
+    Args:
+        name: Name of the class.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
     known = {**ALL2ALL_BACKENDS, **REDUCTIONS}
     if name not in known:
         raise ConfigError(
@@ -50,17 +60,26 @@ def load_prepare_finalize(name: str) -> type[FusedMoEPrepareAndFinalizeModular]:
 
 
 def prepare_finalize_of(config: FusedMoEConfig) -> type[FusedMoEPrepareAndFinalizeModular]:
-    """The class that a layer over several ranks gets: by its ``all2all_backend``; where all ranks have the same tokens
-    ``all_reduce``, unless that names ``reduce_scatter``; of one rank by its activation format.
+    """Return the class for a layer's config.
 
-    Raises ConfigError for a ``dp_size`` or a name that is none.
+    Over several ranks it is given by ``all2all_backend``. If all ranks have the same tokens it is ``all_reduce``,
+    unless that names ``reduce_scatter``. On one rank it depends on the activation format.
+
+    Args:
+        config: Config of the layer.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: ``dp_size`` is invalid, or the name is unknown.
     """
     parallel = config.parallel
     sharing, name = parallel.token_sharing, parallel.all2all_backend
     if parallel.world_size == 1:
         return _within_a_rank(config)
     if sharing is TokenSharing.ALL and name in ALL2ALL_BACKENDS:
-        name = "all_reduce"  # nothing crosses ranks before the experts
+        name = "all_reduce"  # no dispatch before the experts
     return load_prepare_finalize(name)
 
 
@@ -72,14 +91,25 @@ def default_prepare_finalize(
     device: DeviceInfo | None = None,
     experts: type[FusedMoEExperts] | None = None,
 ) -> FusedMoEPrepareAndFinalizeModular:
-    """What brings tokens to the experts of a layer and results back.
+    """Build the prepare/finalize of a layer.
 
-    Without ``groups`` nothing travels: every rank has all tokens, and the outputs of ranks are parts of a sum, which
-    the caller adds up.  With them the class is that of :func:`prepare_finalize_of`, for ``device`` (default: the
-    current one) and ``experts`` (None: for any); where that can't be had (its ``unavailable``), and it names a
-    ``fallback``, this one, with a FallbackWarning that has the reasons.
-    Raises ConfigError with every reason why the class cannot serve the layer, and where tokens would have to cross
-    ranks and there are no groups.
+    Without ``groups`` there is no communication: every rank has all tokens, and the outputs of ranks are partial sums
+    that the caller adds up. With groups the class is that of :func:`prepare_finalize_of`. If it is not available (its
+    ``unavailable``) and names a ``fallback``, that class is used, with a FallbackWarning that states the reasons.
+
+    Args:
+        config: Config of the layer.
+        groups: Process groups of the layer's ranks.
+        placement: Placement of experts on these ranks.
+        device: Device of the tokens. Default: the current one.
+        experts: Experts class to check against; None for any.
+
+    Returns:
+        The prepare/finalize.
+
+    Raises:
+        ConfigError: The class cannot serve the layer (the message has every reason), or tokens cross ranks and there
+            are no groups.
     """
     parallel = config.parallel
     if groups is None:
@@ -101,7 +131,7 @@ def default_prepare_finalize(
     device = device or DeviceInfo.current()
     reasons = cls.unsupported_reasons(config, experts, device)
     if cls.fallback:
-        # the ranks decide together: all of them take the same class
+        # The ranks decide together, so that all use the same class.
         reasons = cls.unavailable(groups, _torch_device(device), reasons)
         if reasons:
             warnings.warn(
@@ -117,7 +147,7 @@ def default_prepare_finalize(
 
 
 def _torch_device(device: DeviceInfo) -> torch.device:
-    """Where this rank's tokens are, if they are on such a device."""
+    """The device of this rank's tokens, if they are on such a device."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(device.kind)
 
 

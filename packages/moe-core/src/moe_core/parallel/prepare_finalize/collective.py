@@ -1,4 +1,4 @@
-"""What all prepare/finalize classes share that bring tokens to the ranks of their experts."""
+"""Base of the prepare/finalize classes that dispatch tokens to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -37,20 +37,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Arrived(Prepared):
-    """Tokens of several ranks.  ``handle``: what dispatch returned for combine."""
+    """Tokens of several ranks after dispatch.
+
+    Attributes:
+        handle: What dispatch returned for combine.
+    """
 
     handle: object = None
 
 
 class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Base of classes by which tokens cross ranks, each token as one row of bytes.
+    """Base of classes that move tokens across ranks, each token as one row of bytes.
 
-    A subclass moves rows there (:meth:`dispatch`) and sums back (:meth:`combine`).  Tokens are quantised before they
-    travel where ``quantize_as`` gives a token scales of its own; a scale that tokens share is found when they have
-    arrived.  Where tensor-parallel ranks have the same tokens, each exchanges with the ranks of its own ``tp_rank``,
-    and the results are added up over ``tp`` at the end.
+    A subclass dispatches rows (:meth:`dispatch`) and combines sums (:meth:`combine`). Tokens are quantized before
+    dispatch if ``quantize_as`` has per-token scales; a scale that tokens share is computed on arrival. If
+    tensor-parallel ranks have the same tokens, each exchanges with the ranks of the same ``tp_rank``, and the results
+    are summed over ``tp`` at the end.
 
-    On meta tensors, by which launches are recorded, tokens arrive as they left.
+    On meta tensors, which are used to record launches, tokens arrive as they were sent.
+
+    Args:
+        config: Config of the layer.
+        groups: Process groups of the layer; ``dp_size`` must be more than 1.
+        placement: Placement of experts. Default: consecutive experts.
+
+    Raises:
+        ConfigError: There are no groups, or ``dp_size`` is 1.
     """
 
     activation_format = FusedMoEActivationFormat.STANDARD
@@ -71,7 +83,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 f"{type(self).__name__} moves tokens between ranks: it needs process groups (ParallelGroups) whose "
                 f"dp_size is more than 1, got {groups}"
             )
-        #: the ranks that exchange tokens, this one in it by ``dp_rank``
+        #: The ranks that exchange tokens; this rank's position is ``dp_rank``.
         self.exchange: Communicator = groups.among(exchanged)
         self.ranks: ParallelGroups = groups
         self._checks = checks_values()
@@ -85,7 +97,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
     @property
     def copies(self) -> int:
-        """How many of the ranks that exchange tokens get each token that is sent to an expert-parallel rank."""
+        """Number of exchanging ranks that get each token sent to an expert-parallel rank."""
         parallel = self.ranks.parallel
         return parallel.tp_size if parallel.token_sharing is TokenSharing.NONE else 1
 
@@ -94,11 +106,26 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.placement = placement
 
     def travels_quantized(self, key: QuantKey) -> bool:
-        """Whether tokens that are quantised by ``key`` can travel so; others are quantised where they arrive."""
+        """Whether tokens are quantized before dispatch; otherwise they are quantized on arrival.
+
+        Args:
+            key: Quantization of activations.
+
+        Returns:
+            True if the key has per-token scales.
+        """
         return key.is_token_wise
 
     def code(self, hidden: Tensor, quantize_as: QuantKey | None) -> TokenCode:
-        """How ``hidden`` [M, K] travels; the same object for calls of the same kind."""
+        """Return the encoding of hidden states; the same object for calls of the same kind.
+
+        Args:
+            hidden: Hidden states ``[M, K]``.
+            quantize_as: Quantization before dispatch; None for unquantized.
+
+        Returns:
+            The encoding.
+        """
         found, columns = self._code, hidden.shape[1]
         if found is None or found.key is not quantize_as or found.columns != columns or found.dtype is not hidden.dtype:
             self._code = found = TokenCode(columns, hidden.dtype, quantize_as)
@@ -114,9 +141,10 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
     ) -> Pending[Prepared]:
-        """As of the base.  The ``expert_map`` is not asked: the placement says where experts are.
+        """Begin to dispatch tokens; see the base class.
 
-        Where ``tokens_per_rank`` is not given, ranks tell each other where it is needed, which the host waits for.
+        The ``expert_map`` is ignored, because the placement defines where experts are. If ``tokens_per_rank`` is not
+        given and is needed, ranks exchange it, and the host waits.
         """
         from moe_core.kernels.ops.quantize import quantize_activation
 
@@ -126,10 +154,10 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         own = quantize_as is not None and self.travels_quantized(quantize_as)
         adapter_ids = routing.adapter_ids
         if adapter_ids is None and self.config.is_lora_enabled:
-            # other ranks' tokens may have adapters, and all travel alike
+            # Tokens of other ranks may have adapters, and all rows have the same layout.
             adapter_ids = torch.full((len(hidden_states),), -1, dtype=torch.int32, device=hidden_states.device)
         leaving = Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids, adapter_ids)
-        # a scale that tokens share would span rows that no token is in
+        # A scale that tokens share would also cover rows that contain no token.
         gaps = own or quantize_as is None or quantize_as.is_static
         arriving = self.dispatch(leaving, counts, quantize_as if own else None, gaps=gaps)
 
@@ -156,7 +184,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if not isinstance(prepared, Arrived):
             raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
         partial = expert_output
-        if expert_output.dim() == 3:  # unweighted, a row for each slot
+        if expert_output.dim() == 3:  # unweighted, one row per pair
             partial = torch.empty(expert_output.shape[::2], dtype=output.dtype, device=output.device)
             reduce.apply(partial, expert_output, prepared.routing, self.config)
         return self.combine(output, partial, prepared.handle)
@@ -169,17 +197,36 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return sum_ranks(ranks, output, fixed_order=self.config.batch_invariant)
 
     def every_token(self, rows: int) -> int:
-        """Of how many tokens ``rows`` have an expert here, by uniform routing."""
+        """Estimate from how many tokens the rows that arrive were chosen, for uniform routing.
+
+        Args:
+            rows: Number of rows that arrive.
+
+        Returns:
+            Number of tokens.
+        """
         from moe_core.parallel.distributed.cost import expected_ranks
 
         config, ep_size = self.config, self.ranks.parallel.ep_size
         return round(rows * ep_size / float(expected_ranks(config.num_experts, ep_size, config.top_k)))
 
     def counts(self, hidden_states: Tensor, given: Sequence[int] | None) -> Sequence[int]:
-        """How many tokens each rank that exchanges some brings, as the ranks tell; this one has ``hidden_states``.
+        """Return the number of tokens of each rank that exchanges some.
 
-        What is ``given`` is compared with it, except where NCCL's ranks on several hosts would wait for their GPUs.
-        Under CUDA-graph capture all ranks bring as many as this one, or what is given.
+        Ranks exchange their counts, and ``given`` is compared with them. It is used unchecked with NCCL on several
+        hosts, where ranks would wait for their GPUs. Under CUDA graph capture all ranks bring as many as this one,
+        unless ``given`` is set.
+
+        Args:
+            hidden_states: Tokens of this rank.
+            given: The caller's ``tokens_per_rank``, if any.
+
+        Returns:
+            Number of tokens per rank.
+
+        Raises:
+            TensorError: ``given`` is wrong.
+            CommunicationError: A rank did not call.
         """
         own, ranks = len(hidden_states), self.exchange
         if hosts_are_silent(hidden_states.device):
@@ -193,11 +240,29 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def tell(
         self, own: int, given: Sequence[int] | None, what: str, numbers: Sequence[int] = ()
     ) -> tuple[list[int], list[list[int]]]:
-        """Token counts and ``numbers`` of the ranks: :func:`compare_calls`."""
+        """Exchange token counts and further numbers; see :func:`compare_calls`.
+
+        Args:
+            own: Number of tokens of this rank.
+            given: The caller's ``tokens_per_rank``, if any.
+            what: A clause for errors.
+            numbers: Further numbers of this rank.
+
+        Returns:
+            Token counts, and the numbers of each rank.
+        """
         return compare_calls(self.exchange, CallFacts(self.layer_number, own, given), what, numbers)
 
     def check_own(self, own: int, given: Sequence[int] | None) -> None:
-        """TensorError where the ``given`` numbers of tokens say another one of this rank."""
+        """Check the caller's count for this rank.
+
+        Args:
+            own: Number of tokens of this rank.
+            given: The caller's ``tokens_per_rank``, if any.
+
+        Raises:
+            TensorError: ``given`` has another length, or another count for this rank.
+        """
         size, rank = self.ranks.parallel.dp_size, self.ranks.parallel.dp_rank
         if given is not None and (len(given) != size or given[rank] != own):
             raise TensorError(
@@ -208,23 +273,43 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
     ) -> Pending[tuple[Tokens, object]]:
-        """Begin to send this rank's tokens, with global expert ids, to the ranks of their experts.
+        """Begin to send this rank's tokens to the ranks of their experts.
 
-        They are quantised as ``quantize_as``, where that is given, before they leave.  ``gaps``: among the tokens that
-        come may be rows that nobody sent, of any content and of experts -1.  The result: the tokens that
-        came, with the local index of each expert, -1 where another rank computes it; and the handle that
-        :meth:`combine` is given.
+        Args:
+            tokens: Tokens with global expert ids.
+            tokens_per_rank: Number of tokens of each rank, if known.
+            quantize_as: Quantization before dispatch; None for unquantized.
+            gaps: Whether the tokens that arrive may include unused rows, of arbitrary content and with experts -1.
+
+        Returns:
+            The pending tokens that arrive, and the handle for :meth:`combine`. Their expert numbers are local indices,
+            -1 where another rank computes the expert.
         """
 
     @abstractmethod
     def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
-        """Begin to send ``partial`` [M', K], a weighted sum for each token that came, back to where the tokens are.
+        """Begin to send results back to the ranks of the tokens, and to sum them there.
 
-        ``output`` [M, K] of this rank's tokens is written when the result is waited for.
+        Args:
+            output: ``[M, K]`` for this rank's tokens, written when the result is waited for.
+            partial: ``[M', K]``: the weighted sum of each token that arrived.
+            handle: Handle returned by :meth:`dispatch`.
+
+        Returns:
+            The pending result.
         """
 
 
 def local_experts(slots: Tensor, stride: int, ep_rank: int) -> Tensor:
-    """[M, k] int32: the local index of the slots (rank * stride + local index) that are on ``ep_rank``, else -1."""
+    """Map slots to local indices on one rank.
+
+    Args:
+        slots: Slots (rank * stride + local index) ``[M, k]``.
+        stride: Stride of the slots.
+        ep_rank: The rank.
+
+    Returns:
+        int32 ``[M, k]``; -1 for slots of other ranks.
+    """
     here = slots.div(stride, rounding_mode="floor") == ep_rank
     return torch.where(here, slots - ep_rank * stride, -1).int()

@@ -1,16 +1,17 @@
-"""DeepEP, where it is installed: its ``ElasticBuffer`` brings tokens to the ranks of their experts.
+"""Prepare/finalize with DeepEP, if it is installed: its ``ElasticBuffer`` dispatches tokens.
 
-Over NVLink a token goes once to each rank, over a network once to each host.
+Over NVLink a token is sent once to each rank, over a network once to each host.
 
-Written for ``deep_ep`` 2 (``dispatch`` and ``combine`` without expansion), whose documentation says:
+Written for ``deep_ep`` 2 (``dispatch`` and ``combine`` without expansion), whose documentation states:
 
-- ``dispatch`` takes x [M, K] in bfloat16, or (codes in e4m3, float32 scales [M, groups]); ids [M, k] int64, -1 for
-  none, distinct in a row, of at most 32 slots; weights [M, k] float32.  It gives each token once per rank, with local
-  ids (-1 for experts of other ranks), and a handle.
-- ``combine`` takes one row [K] in bfloat16 for each token that came, and gives the sum over ranks where the token is.
-- Experts are numbered rank by rank, as many on each: here by the slots of a placement.
-- Both take ``async_with_compute_stream`` and return an event, for which the current stream waits.
-- The number of tokens that come is read by the host, so calls are not captured.
+- ``dispatch`` takes x [M, K] in bfloat16, or (e4m3 codes, float32 scales [M, groups]); ids [M, k] int64, -1 for none,
+  distinct in a row, with k at most 32; weights [M, k] float32. It sends each token once per rank, and returns local ids
+  (-1 for experts of other ranks) and a handle.
+- ``combine`` takes one row [K] in bfloat16 for each token that arrived, and returns the sum over ranks at the token's
+  origin.
+- Experts are numbered rank by rank, equally many on each: here by the slots of a placement.
+- Both take ``async_with_compute_stream`` and return an event that the current stream waits for.
+- The host reads the number of tokens that arrive, so calls cannot be captured.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ DEEP_EP = Requirement("deep_ep", "deep_ep", "2.0", "deep_ep @ git+https://github
 
 @dataclass(frozen=True, eq=False)
 class _Handle:
-    """DeepEP's handle of a dispatch, and how many tokens this rank brought; no handle on meta tensors."""
+    """DeepEP's dispatch handle (None on meta tensors), and this rank's number of tokens."""
 
     deepep: Any
     count: int
 
 
 class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
-    """DeepEP's dispatch there, its combine back; sums over ranks are in bfloat16.
+    """Dispatch and combine by DeepEP; sums over ranks are in bfloat16.
 
-    Layers of one model share a buffer: those with the same ranks, sizes and ``max_num_tokens``.
+    Layers with the same ranks, sizes and ``max_num_tokens`` share a buffer.
     """
 
     name = "deepep"
@@ -83,7 +84,16 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
         return []
 
     def travels_quantized(self, key: QuantKey) -> bool:
-        """Codes in e4m3 with float32 scales; others are made where the tokens arrive."""
+        """Whether DeepEP can dispatch this quantization: e4m3 codes with float32 scales.
+
+        Other keys are quantized on arrival.
+
+        Args:
+            key: Quantization of activations.
+
+        Returns:
+            True if tokens are quantized before dispatch.
+        """
         return key.is_token_wise and key.dtype == FP8_E4M3 and key.scale.dtype is torch.float32
 
     def chosen_from(self, rows: int, handle: object = None) -> int:
@@ -146,17 +156,26 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
         return Pending(finish)
 
     def _buffer(self, hidden: int, top_k: int) -> Any:
-        """The buffer of all layers with these sizes; made by the first call, by all ranks at once."""
+        """The buffer of layers with these sizes; all ranks create it together in the first call."""
         seconds = max(int(self.ranks.timeout.total_seconds()), 1)
         return _buffer_of(self.exchange.group, self.config.max_num_tokens or 0, hidden, top_k, seconds)
 
 
 def dispatch_arguments(tokens: Tokens, num_experts: int, max_tokens: int) -> dict[str, Any]:
-    """Keywords of ``ElasticBuffer.dispatch``: ``experts`` of the tokens are slots, rank by rank, -1 for none."""
+    """Build the keyword arguments of ``ElasticBuffer.dispatch``.
+
+    Args:
+        tokens: Tokens whose ``experts`` are slots, numbered rank by rank, -1 for none.
+        num_experts: Number of slots.
+        max_tokens: Largest number of tokens per rank.
+
+    Returns:
+        The keyword arguments.
+    """
     hidden, scale = tokens.hidden_states.contiguous(), tokens.scale
     ids, weights = tokens.experts.long(), tokens.weights
     if not len(ids):
-        # a token that goes nowhere: kernels are launched for one at least
+        # Add a token without experts, because kernels are launched for at least one token.
         hidden = hidden.new_zeros(1, hidden.shape[1])
         scale = None if scale is None else scale.new_zeros(1, scale.shape[1])
         ids, weights = ids.new_full((1, ids.shape[1]), -1), weights.new_zeros(1, weights.shape[1])

@@ -1,4 +1,4 @@
-"""Which rank computes which of a token's experts: a placement, and its tables on the devices that ask."""
+"""Map a token's experts to ranks: a placement, and its tables on each device in use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class Destinations:
-    """A placement as a rank asks it.
+    """A placement as seen by one rank.
 
-    ``offset``: this rank's, where ranks dispatch tokens of their own (see
-    :class:`moe_core.parallel.placement.tables.ReplicaTables`).
+    Args:
+        placement: The placement.
+        ep_rank: This expert-parallel rank.
+        offset: Token offset of this rank, if ranks dispatch separate tokens (see
+            :class:`moe_core.parallel.placement.tables.ReplicaTables`).
     """
 
     def __init__(self, placement: ExpertPlacement, ep_rank: int, offset: int = 0) -> None:
@@ -32,7 +35,7 @@ class Destinations:
         self._steps: dict[torch.device, Replay] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has tables in memory of its own, and the records name those of this one
+        # A copy has separate tables; recorded launches refer to the tables of the original.
         return self.__dict__ | {"_steps": {}}
 
     @staticmethod
@@ -43,10 +46,20 @@ class Destinations:
         *,
         offset: int = 0,
     ) -> Destinations:
-        """Of a layer's rank; no placement: consecutive experts.
+        """Build the destinations of a layer's rank.
 
-        Raises ConfigError for a placement of other experts or ranks, where this rank holds another number of experts
-        than ``config`` says, and for replicas where the layer is batch invariant.
+        Args:
+            config: Config of the layer.
+            parallel: The rank.
+            placement: Placement of experts. Default: consecutive experts.
+            offset: Token offset of this rank.
+
+        Returns:
+            The destinations.
+
+        Raises:
+            ConfigError: The placement has other experts or ranks, this rank holds another number of experts than
+                ``config`` states, or the layer is batch invariant and the placement has replicas.
         """
         from moe_core.parallel.placement.placement import ExpertPlacement
 
@@ -68,7 +81,16 @@ class Destinations:
         return Destinations(found, parallel.ep_rank, offset)
 
     def tables(self, device: torch.device) -> ReplicaTables:
-        """On ``device``; made by the first call, which is not captured in a CUDA graph."""
+        """Return the tables on a device.
+
+        The first call creates them and must not be captured in a CUDA graph.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The tables.
+        """
         from moe_core.parallel.placement.tables import ReplicaTables
 
         if device not in self._tables:
@@ -78,9 +100,15 @@ class Destinations:
     def step(
         self, device: torch.device, call: Callable[[], object], tensors: tuple[Tensor | None, ...], *kind: Hashable
     ) -> None:
-        """``call()``: a step of a call that only launches kernels, with ``tensors`` and the tables on ``device``.
+        """Run a step that only launches kernels; repeated steps are replayed.
 
-        Steps that repeat are replayed (:meth:`moe_core.kernels.launch.replay.Replay.step`, whose ``kind`` this is).
+        See :meth:`moe_core.kernels.launch.replay.Replay.step`.
+
+        Args:
+            device: Device of the tables.
+            call: The step.
+            tensors: Tensors of the step, in addition to the tables.
+            kind: Key of the step.
         """
         first = tensors[0]
         if first is None or not first.is_cuda:
@@ -91,9 +119,13 @@ class Destinations:
         self._steps[device].step(call, tensors, *kind)
 
     def move(self, placement: ExpertPlacement) -> None:
-        """Take another placement from the next call on, in the same memory, which captured graphs go on reading.
+        """Switch to another placement, in the same memory, which captured graphs keep reading.
 
-        Raises ConfigError for one that does not fit.
+        Args:
+            placement: The new placement.
+
+        Raises:
+            ConfigError: The number of experts on this rank differs, or the placement does not fit the tables.
         """
         if len(placement.ranks[self.ep_rank]) != len(self.placement.ranks[self.ep_rank]):
             raise ConfigError(
@@ -105,11 +137,25 @@ class Destinations:
         self.placement = placement
 
     def choose(self, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(ranks, local ids) [M, k] int32 of the replicas that take this rank's tokens; -1 for no expert."""
+        """Choose the replicas that process this rank's tokens.
+
+        Args:
+            topk_ids: Chosen experts ``[M, k]``.
+
+        Returns:
+            Ranks and local ids, both int32 ``[M, k]``; -1 for ids that are not experts.
+        """
         return self.tables(topk_ids.device).choose(topk_ids, offset=self.offset)
 
     def local_ids(self, topk_ids: Tensor) -> Tensor:
-        """[M, k] int32: local indices of the experts that this rank computes of tokens that all have; else -1."""
+        """Map the experts of tokens that all ranks have to local indices.
+
+        Args:
+            topk_ids: Chosen experts ``[M, k]``.
+
+        Returns:
+            int32 ``[M, k]``; -1 for experts that another rank computes.
+        """
         from moe_core.kernels.ops._backend import use_triton
         from moe_core.kernels.ops.dispatch import held_experts
 
@@ -119,13 +165,21 @@ class Destinations:
         return tables.local_ids(topk_ids, self.ep_rank)
 
     def held(self, tables: ReplicaTables) -> tuple[int, int]:
-        """(first, how many) of the numbers that ``tables`` give this rank's experts."""
+        """Return the range of numbers that tables assign to this rank's experts.
+
+        Args:
+            tables: The tables.
+
+        Returns:
+            (first number, count).
+        """
         return self.ep_rank * tables.stride, tables.stride
 
 
 def _refuse_replicas(placement: ExpertPlacement) -> None:
-    """ConfigError where an expert is on several ranks: they take tokens by their place in the batch, and then a token's
-    experts are added up in other parts.
+    """Raise ConfigError if an expert is on several ranks.
+
+    Replicas take tokens by their position in the batch, so the partial sums of a token would depend on it.
     """
     found = [expert for expert, places in enumerate(placement.replicas) if len(places) > 1]
     if found:

@@ -1,4 +1,4 @@
-"""Launches that move tokens between ranks, which the compile session builds."""
+"""Example launches of dispatch and combine, which the compile session builds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,21 @@ from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import kFp8Dynamic128Sym, kFp8DynamicTokenSym, kInt8DynamicTokenSym, kMxfp8Dynamic
 
 _TOKENS, _TOP_K, _EXPERTS, _RANKS = 64, 8, 256, 8
-#: more than programs that count themselves
+#: Too many tokens for launches whose programs each signal completion (``MOST_COUNTED``).
 _MANY = 2048
 
 
 def specimens(target: DeviceInfo) -> Iterator[Specimen]:
-    """Dispatch of every code for all-to-all, all-gather and low latency, in the sizes of real models."""
+    """Yield example launches of every token encoding, in the sizes of real models.
+
+    They cover all-to-all, all-gather and low latency.
+
+    Args:
+        target: Device to compile for.
+
+    Returns:
+        Iterator over the examples.
+    """
     codes = {"bfloat16": None, "int8 token": kInt8DynamicTokenSym}
     if target.kind == "hip" or target.capability >= 89:  # e4m3 conversions
         codes |= {"e4m3 token": kFp8DynamicTokenSym, "e4m3 1x128": kFp8Dynamic128Sym, "mxfp8": kMxfp8Dynamic}

@@ -1,8 +1,8 @@
-"""Sums over ranks, and the one order of them in which a token's bits are the same whatever else is in the batch.
+"""Sums over ranks, optionally in a fixed order that makes them batch invariant.
 
-A library adds up in an order that follows from the size of the call and from a row's place in it.  In the fixed order
-every rank's part is brought to who needs the sum, and is added there in float32, ranks ascending.  The parts of two
-ranks have one sum in any order.
+A library sums in an order that depends on the size of the call and on a row's position in it. In the fixed order the
+partial results of every rank are sent to the ranks that need the sum, and are added there in float32, ranks ascending.
+A token's bits then do not depend on the rest of the batch. The sum of two ranks is the same in any order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 
 def sum_parts(parts: Tensor, places: Tensor, output: Tensor) -> None:
-    """output[m] = sum over r, ascending, of parts[places[m, r]] in float32; -1 for none.
+    """Compute output[m] = sum over r, ascending, of parts[places[m, r]], in float32.
 
-    ``parts`` [n, K], ``places`` [M, R] int32, ``output`` [M, K].
+    Args:
+        parts: Partial results, ``[n, K]``.
+        places: Row of each rank's partial result in ``parts``, int32 ``[M, R]``; -1 for none.
+        output: ``[M, K]``, written.
     """
     from moe_core.kernels.ops._backend import use_triton
     from moe_core.kernels.ops.reduce import reduce_pairs, reduce_pairs_torch
@@ -32,7 +35,16 @@ def sum_parts(parts: Tensor, places: Tensor, output: Tensor) -> None:
 
 
 def sum_ranks(among: Communicator, tensor: Tensor, *, fixed_order: bool) -> Pending[None]:
-    """Begin to add ``tensor`` [M, K] up over the ranks, in place."""
+    """Begin to sum a tensor over ranks, in place.
+
+    Args:
+        among: The ranks.
+        tensor: Partial results ``[M, K]``, overwritten with the sum.
+        fixed_order: Whether to use the fixed order.
+
+    Returns:
+        The pending result.
+    """
     size = dist.get_world_size(among.group)
     if not tensor.numel() or size == 1:
         return Pending.done(None)
@@ -52,7 +64,18 @@ def sum_ranks(among: Communicator, tensor: Tensor, *, fixed_order: bool) -> Pend
 def sum_and_scatter(
     among: Communicator, output: Tensor, partial: Tensor, each: int, *, fixed_order: bool
 ) -> Pending[None]:
-    """Begin to add up ``partial`` [R * each, K] of R ranks; ``output`` gets the first of this rank's ``each`` rows."""
+    """Begin to sum partial results over ranks; each rank gets a slice of the sum.
+
+    Args:
+        among: The R ranks.
+        output: The first rows of this rank's slice; at most ``each``.
+        partial: Partial results ``[R * each, K]``.
+        each: Number of rows per rank.
+        fixed_order: Whether to use the fixed order.
+
+    Returns:
+        The pending result.
+    """
     size = dist.get_world_size(among.group)
     if fixed_order and size > 2:
         parts = torch.empty_like(partial)
@@ -77,6 +100,12 @@ def sum_and_scatter(
 
 
 def _places(output: Tensor, each: int, size: int) -> Tensor:
-    """[M, R] int32: where each rank's part of each row is among ``each`` rows of every rank."""
+    """Rows of the partial results in the gathered tensor, int32 [M, R].
+
+    Args:
+        output: ``[M, K]``.
+        each: Number of rows per rank.
+        size: Number of ranks R.
+    """
     rows = torch.arange(len(output), dtype=torch.int32, device=output.device)[:, None]
     return rows + each * torch.arange(size, dtype=torch.int32, device=output.device)

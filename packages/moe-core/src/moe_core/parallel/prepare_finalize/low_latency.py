@@ -1,7 +1,8 @@
-"""Tokens of decode between the GPUs of one host: written straight into each other's memory, without the host.
+"""Low-latency exchange of decode tokens between the GPUs of one host, without the host.
 
-See :mod:`moe_core.kernels.ops.exchange` for the steps.  Shapes are fixed (``max_num_tokens`` rows for each rank), so
-ranks with other numbers of tokens, or none, replay the same CUDA graph.
+Tokens are written directly into each other's memory; see :mod:`moe_core.kernels.ops.exchange` for the steps. Shapes are
+fixed (``max_num_tokens`` rows per rank), so ranks with different numbers of tokens, or none, replay the same CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -34,10 +35,18 @@ if TYPE_CHECKING:
 class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
     """Push tokens, push results, wait on the device.
 
-    Two calls may be under way at the same time.  A rank that does not take part within the time-out of the groups makes
-    the output NaN, and the next call (or :meth:`check`, for replays of CUDA graphs) raises CommunicationError.
-    ``buffers``: those that another object has; by default what layers of the same sizes share, made by
-    :meth:`connect`.
+    Two calls may be in flight at the same time. If a rank does not participate within the timeout of the groups, the
+    output is NaN, and the next call (or :meth:`check`, for replays of CUDA graphs) raises CommunicationError.
+
+    Args:
+        config: Config of the layer; must have ``max_num_tokens``.
+        groups: Process groups of the layer.
+        placement: Placement of experts.
+        buffers: Existing exchange buffers. Default: those shared by layers of the same sizes, created by
+            :meth:`connect`.
+
+    Raises:
+        ConfigError: ``max_num_tokens`` is missing, or the groups do not fit.
     """
 
     name = "low_latency"
@@ -69,7 +78,7 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
             self.ranks.parallel.dp_size, config.max_num_tokens, config.hidden_size, config.top_k, config.dtype
         )
         self._buffers = buffers
-        #: a code that fits into the buffers
+        #: An encoding known to fit into the buffers.
         self._fits: TokenCode | None = None
 
     @classmethod
@@ -79,7 +88,13 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
         return reasons_against(groups, device, own)
 
     def connect(self, device: torch.device) -> None:
-        """Share memory with the other ranks; the first call does it too.  All ranks call it at the same time."""
+        """Map the memory of the other ranks; otherwise done by the first call.
+
+        All ranks call it at the same time.
+
+        Args:
+            device: Device of this rank.
+        """
         if self._buffers is None:
             from moe_core.parallel.distributed.symmetric import ExchangeBuffers
 
@@ -87,9 +102,12 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
             self.destinations.tables(device)
 
     def check(self) -> None:
-        """Raise CommunicationError where a rank was waited for in vain, in a call or in a replay of a CUDA graph.
+        """Raise if a wait for a rank timed out, in a call or in a replay of a CUDA graph.
 
-        It does not wait for the device.
+        It does not synchronize with the device.
+
+        Raises:
+            CommunicationError: A wait has timed out.
         """
         check_came(self, [] if self._buffers is None else self._buffers.missing)
 
@@ -117,7 +135,7 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
             self._buffers.release(number)
 
     def _take(self, device: torch.device) -> tuple[int, ExchangeBuffer]:
-        """The buffer of a call that begins."""
+        """Reserve the buffer of a new call."""
         if device.type == "meta":
             return 0, ExchangeBuffer.meta(self.shape)
         self.connect(device)

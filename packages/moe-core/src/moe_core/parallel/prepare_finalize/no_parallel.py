@@ -1,4 +1,7 @@
-"""Tokens and experts on one rank (or every rank holding every token, with an expert map): nothing moves."""
+"""Prepare/finalize without communication.
+
+For tokens and experts on one rank, or for ranks that all hold every token and have an expert map.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from moe_core.spec.quant_key import QuantKey
 class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     """Standard format, no communication.
 
-    ``tokens_per_rank``, of a caller that brings the tokens of several ranks to their experts by itself, says from how
-    many the call's were chosen, as having an expert here.
+    A caller that dispatches the tokens of several ranks itself passes ``tokens_per_rank``: the numbers of tokens from
+    which those of the call, which have a local expert, were selected.
     """
 
     name = "none"
     activation_format = FusedMoEActivationFormat.STANDARD
-    # ranks whose tokens are the same give partial sums, which the caller adds up
+    # Ranks with the same tokens return partial sums, which the caller adds up.
     claims = PrepareFinalizeClaims(
         frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
     )

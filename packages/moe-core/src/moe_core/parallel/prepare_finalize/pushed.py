@@ -1,4 +1,4 @@
-"""The steps of classes that write tokens straight into the memory of other GPUs, which the device waits for.
+"""Dispatch and combine by direct writes into other GPUs' memory, with device-side waits.
 
 See :mod:`moe_core.kernels.ops.exchange`.
 """
@@ -28,9 +28,13 @@ from moe_core.parallel.prepare_finalize.token_rows import Tokens
 
 @dataclass(frozen=True, eq=False)
 class PushedTokens:
-    """A call's buffer, the experts of its rows, and where this rank's results come back.
+    """Dispatch handle of a call.
 
-    ``release`` tells that the call has ended.
+    Attributes:
+        buffer: Buffer of the call.
+        experts: Experts of the rows in the buffer.
+        places: Where the results of this rank's tokens arrive.
+        release: Callback to run when the call has ended.
     """
 
     buffer: ExchangeBuffer
@@ -46,7 +50,18 @@ def push(
     buffer: ExchangeBuffer,
     release: Callable[[], None],
 ) -> Pending[tuple[Tokens, object]]:
-    """Begin to push ``tokens`` as ``code`` into ``buffer`` of each rank; as ``dispatch`` of ``prepare_finalize``."""
+    """Begin to push tokens into a buffer of each rank; implements ``dispatch``.
+
+    Args:
+        prepare_finalize: The prepare/finalize of the call.
+        tokens: Tokens of this rank.
+        code: Encoding of the tokens.
+        buffer: Buffer of the call.
+        release: Callback to run when the call has ended.
+
+    Returns:
+        The pending tokens that arrive, and the handle for :func:`push_back`.
+    """
     hidden, experts, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
     destinations, shape, device = prepare_finalize.destinations, buffer.shape, experts.device
     places = torch.empty((hidden.shape[0], shape.ranks), dtype=torch.int32, device=device)
@@ -85,7 +100,17 @@ def push(
 def push_back(
     prepare_finalize: CollectivePrepareAndFinalize, pushed: PushedTokens, output: Tensor, partial: Tensor
 ) -> Pending[None]:
-    """Begin to push results back; as ``combine`` of ``prepare_finalize``."""
+    """Begin to push results back; implements ``combine``.
+
+    Args:
+        prepare_finalize: The prepare/finalize of the call.
+        pushed: Handle returned by :func:`push`.
+        output: ``[M, K]``, written when the result is waited for.
+        partial: Results of the tokens that arrived.
+
+    Returns:
+        The pending result.
+    """
     buffer, destinations, device = pushed.buffer, prepare_finalize.destinations, output.device
     given = partial, pushed.experts, buffer.addresses, buffer.state
     destinations.step(device, lambda: push_results(buffer, partial, pushed.experts), given, "push back", buffer.shape)
@@ -103,7 +128,15 @@ def push_back(
 
 
 def check_came(prepare_finalize: CollectivePrepareAndFinalize, missing: list[int]) -> None:
-    """Raise CommunicationError where the device has told that ranks ``missing`` were waited for in vain."""
+    """Raise if waits on the device have timed out.
+
+    Args:
+        prepare_finalize: The prepare/finalize of the calls.
+        missing: Ranks for which a wait timed out.
+
+    Raises:
+        CommunicationError: There are such ranks.
+    """
     if missing:
         names = [prepare_finalize.exchange.members[rank] for rank in missing]
         raise CommunicationError(

@@ -1,6 +1,6 @@
-"""Ranks that have the same tokens: nothing travels before the experts, and what they computed is added up.
+"""Prepare/finalize for ranks with the same tokens: no dispatch, a sum over ranks.
 
-Their outputs are parts of a sum: of other experts, or of other columns of the same ones.
+The outputs of the ranks are partial sums: over other experts, or over other columns of the same experts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ if TYPE_CHECKING:
 
 
 class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
-    """All ranks of the layer have the same tokens, and get the same output: the sum of theirs (all-reduce).
+    """All ranks have the same tokens and get the same output, by an all-reduce.
 
-    With a placement each token goes to one replica of its experts, and the caller's expert map is not asked; without
-    one the caller's map says which experts are here.  The experts' launches are replayed as on one rank.
+    With a placement each token goes to one replica of its experts, and the caller's expert map is ignored. Without one
+    the caller's map defines the local experts. The experts' launches are replayed as on one rank.
+
+    Args:
+        config: Config of the layer.
+        groups: Process groups of the layer; must have ``dp_size`` 1.
+        placement: Placement of experts.
+
+    Raises:
+        ConfigError: There are no groups, or ranks bring separate tokens.
     """
 
     name = "all_reduce"
@@ -88,10 +96,11 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
 
 
 class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
-    """All ranks of the layer have the same tokens, and each gets the output of a part of them (reduce-scatter).
+    """All ranks have the same tokens, and each gets a slice of the output, by a reduce-scatter.
 
-    Of M tokens rank r gets those from ``r * ceil(M / ranks)`` on, ``ceil(M / ranks)`` or what there is left: for what
-    follows by tokens (sequence parallelism), at half the bytes of an all-reduce.
+    Rank r gets up to ``ceil(M / ranks)`` of the M tokens, starting at ``r * ceil(M / ranks)``; the last slices may be
+    shorter or empty. This suits subsequent layers that are split by tokens (sequence parallelism), at half the bytes of
+    an all-reduce.
     """
 
     name = "reduce_scatter"

@@ -1,4 +1,4 @@
-"""Who weights and sums the experts' rows of a token."""
+"""Weighting and summing of a token's expert rows after the experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_core.spec.config import FusedMoEConfig
 
 
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
-    """The experts wrote the weighted sum ``[M, K]`` themselves; only a copy may be left."""
+    """No reduction: the experts wrote the weighted sum ``[M, K]``; at most a copy remains."""
 
     def apply(self, output: Tensor, expert_output: Tensor, routing: TokenRouting, config: FusedMoEConfig) -> None:
         if output.data_ptr() != expert_output.data_ptr():
@@ -18,7 +18,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """``expert_output [M, k, K]``: one unweighted row per (token, slot)."""
+    """Reduction of ``expert_output`` ``[M, k, K]``, one unweighted row per (token, expert) pair."""
 
     def apply(self, output: Tensor, expert_output: Tensor, routing: TokenRouting, config: FusedMoEConfig) -> None:
         reduce = reduce_pairs if output.device.type == "cuda" else reduce_pairs_torch

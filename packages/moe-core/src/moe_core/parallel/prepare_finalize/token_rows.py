@@ -1,7 +1,7 @@
-"""A token and what belongs to it as one row of bytes, so that one call moves them all.
+"""A token with its metadata as one row of bytes, so that one collective moves everything.
 
-The parts of a row start at multiples of 16 bytes: hidden states (in 16 or 32 bits, or as codes), their scales where
-they are codes, router weights and expert numbers of the k slots, and the number of the token's adapter.
+The parts of a row are 16-byte aligned: hidden states (16 or 32 bits, or codes), scales of codes, router weights and
+expert numbers of the k experts, and the number of the token's adapter.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from torch.nn import functional as F
 from moe_core.kernels.ops.token_layout import TokenCode
 from moe_core.spec.quant_key import QuantKey
 
-#: what vector loads of hidden states ask for
+#: Alignment that vector loads of hidden states require.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """M tokens with what travels along.
+    """M tokens with their metadata.
 
-    - ``hidden_states`` [M, K], and ``scale`` [M, groups] where they are codes
-    - ``weights`` [M, k] float32 and ``experts`` [M, k] int32 or int64 (what numbers these are: see the user)
-    - ``adapter_ids`` [M] int32 or None
+    Attributes:
+        hidden_states: Values or codes, ``[M, K]``.
+        scale: Scales ``[M, groups]`` of codes, or None.
+        weights: Router weights, float32 ``[M, k]``.
+        experts: Expert numbers, int32 or int64 ``[M, k]``; their meaning depends on the user.
+        adapter_ids: LoRA adapters, int32 ``[M]``, or None.
     """
 
     hidden_states: Tensor
@@ -35,7 +38,14 @@ class Tokens:
     adapter_ids: Tensor | None = None
 
     def quantized(self, key: QuantKey | None) -> Tokens:
-        """With codes and scales for the hidden states; None: as they are."""
+        """Return tokens with codes and scales as hidden states.
+
+        Args:
+            key: Quantization; None returns the tokens as they are.
+
+        Returns:
+            The tokens.
+        """
         from moe_core.kernels.ops.quantize import quantize_activation
 
         if key is None:
@@ -44,27 +54,27 @@ class Tokens:
         return replace(self, hidden_states=codes, scale=scale)
 
     def parts(self) -> list[Tensor]:
-        """The tensors, [M, n] each, in the order of a row."""
+        """Return the tensors, [M, n] each, in the order of a row."""
         adapters = None if self.adapter_ids is None else self.adapter_ids[:, None]
         return [
             part for part in (self.hidden_states, self.scale, self.weights, self.experts, adapters) if part is not None
         ]
 
     def row_nbytes(self) -> int:
-        """Bytes of a row."""
+        """Return the size of a row in bytes."""
         return sum(map(_padded, self.parts()))
 
     def expert_bytes(self) -> slice:
-        """Where the expert numbers stand in a row."""
+        """Return the byte range of the expert numbers in a row."""
         before = [self.hidden_states, *(() if self.scale is None else (self.scale,)), self.weights]
         start = sum(map(_padded, before))
         return slice(start, start + self.experts.shape[1] * self.experts.element_size())
 
     def pack(self) -> Tensor:
-        """[M, row_nbytes] uint8."""
+        """Return the rows, uint8 [M, row_nbytes]."""
         rows = []
         for part in self.parts():
-            if part.stride(1) != 1:  # of one column, whose stride says nothing
+            if part.stride(1) != 1:  # a single column, whose stride is arbitrary
                 part = part.clone(memory_format=torch.contiguous_format)
             row = part.view(torch.uint8)
             missing = _padded(part) - row.shape[1]
@@ -72,9 +82,13 @@ class Tokens:
         return torch.cat(rows, dim=1)
 
     def unpack(self, rows: Tensor) -> Tokens:
-        """The tokens of ``rows`` [R, row_nbytes], with parts of the same widths and dtypes as here.
+        """Unpack rows that have parts of the same widths and dtypes as these tokens.
 
-        Rows of the hidden states lie apart, in the memory of ``rows``; the other tensors are contiguous.
+        Args:
+            rows: uint8 ``[R, row_nbytes]``.
+
+        Returns:
+            The tokens. Hidden states are a strided view of ``rows``; the other tensors are contiguous.
         """
         found, start = [], 0
         for part in self.parts():
@@ -89,7 +103,17 @@ class Tokens:
 
 
 def unpacked(rows: Tensor, code: TokenCode, top_k: int, *, adapters: bool) -> Tokens:
-    """The tokens of ``rows``, by one launch: :func:`moe_core.kernels.ops.dispatch.unpack`."""
+    """Unpack rows with one launch of :func:`moe_core.kernels.ops.dispatch.unpack`.
+
+    Args:
+        rows: Rows of tokens.
+        code: Encoding of the tokens.
+        top_k: Number of experts per token.
+        adapters: Whether rows contain adapter numbers.
+
+    Returns:
+        The tokens.
+    """
     from moe_core.kernels.ops.dispatch import unpack
 
     found = unpack(rows, code, top_k, adapters=adapters)
@@ -97,5 +121,5 @@ def unpacked(rows: Tensor, code: TokenCode, top_k: int, *, adapters: bool) -> To
 
 
 def _padded(part: Tensor) -> int:
-    """Bytes that a row of ``part`` takes."""
+    """Bytes of one row of ``part``, padded to the alignment."""
     return -(-part.shape[1] * part.element_size() // _ALIGNMENT) * _ALIGNMENT

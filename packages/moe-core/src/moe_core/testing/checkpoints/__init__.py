@@ -1,4 +1,4 @@
-"""Small checkpoints for tests of formats: experts with exact values, written as a tool writes them, and read back.
+"""Small checkpoints for tests of formats: experts with exact values, in a tool's layout.
 
 experts = Experts((1, 32))                               # random codes, one scale for 32 columns of a row
 tensors = experts.tensors(suffix="weight_scale")         # under the names that the tool gives them

@@ -1,4 +1,7 @@
-"""Changes of a checkpoint folder with one file of tensors, each a function of the folder."""
+"""Modifications of a checkpoint folder with one safetensors file.
+
+Each one is a function of the folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ FILE = "model.safetensors"
 
 
 def with_config(**entries: Any) -> Change:
-    """Entries of config.json replaced."""
+    """Replace entries of config.json.
+
+    Args:
+        **entries: New values of the entries.
+
+    Returns:
+        A function of the folder.
+    """
 
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -24,7 +34,14 @@ def with_config(**entries: Any) -> Change:
 
 
 def with_quantization(**entries: Any) -> Change:
-    """Entries of its ``quantization_config`` replaced."""
+    """Replace entries of ``quantization_config`` in config.json.
+
+    Args:
+        **entries: New values of the entries.
+
+    Returns:
+        A function of the folder.
+    """
 
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -34,7 +51,14 @@ def with_quantization(**entries: Any) -> Change:
 
 
 def with_tensors(make: Callable[[str, Tensor], Tensor | None]) -> Change:
-    """Each tensor, by its name, replaced by another one; None takes it away."""
+    """Replace or remove tensors.
+
+    Args:
+        make: Returns the new tensor for a name and tensor; None removes it.
+
+    Returns:
+        A function of the folder.
+    """
 
     def change(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -46,7 +70,15 @@ def with_tensors(make: Callable[[str, Tensor], Tensor | None]) -> Change:
 
 
 def with_tensor(name: str, make: Callable[[Tensor], Tensor | None]) -> Change:
-    """The tensor of that name, which must be there, replaced by another one; None takes it away."""
+    """Replace or remove one tensor.
+
+    Args:
+        name: Name of the tensor, which must exist.
+        make: Returns the new tensor; None removes it.
+
+    Returns:
+        A function of the folder; it raises AssertionError if the tensor does not exist.
+    """
 
     def change(folder: Path) -> None:
         found = []
@@ -65,5 +97,9 @@ def with_tensor(name: str, make: Callable[[Tensor], Tensor | None]) -> Change:
 
 
 def truncated(folder: Path) -> None:
-    """The file of tensors lacks its last byte."""
+    """Remove the last byte of the safetensors file.
+
+    Args:
+        folder: The checkpoint folder.
+    """
     (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-1])

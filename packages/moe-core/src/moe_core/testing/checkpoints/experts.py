@@ -1,4 +1,4 @@
-"""Quantised experts with scales in any grouping, written as any tool names them, and their exact values."""
+"""Quantized experts with any scale grouping, any tool's tensor names, and exact values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: experts, hidden and intermediate size: partial blocks everywhere, 320 = 2.5 and 192 = 1.5 blocks of 128
+#: experts, hidden and intermediate size: partial blocks everywhere, since 320 and 192 are 2.5 and 1.5 blocks of 128
 E, K, N = 3, 320, 192
 PREFIX = "model.layers.0.mlp.experts"
-#: config.json of these experts, but for its ``quantization_config``
+#: config.json of these experts, without its ``quantization_config``
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "num_experts": E,
@@ -30,18 +30,45 @@ Tensors = dict[str, Tensor]
 
 
 def float8_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Random finite e4m3 values."""
+    """Return random finite e4m3 values.
+
+    Args:
+        rows: Number of rows.
+        cols: Number of columns.
+        generator: Random generator.
+
+    Returns:
+        ``[rows, cols]`` float8_e4m3fn.
+    """
     raw = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     return torch.where((raw & 0x7F) == 0x7F, 0, raw).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def int8_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Random int8 values, -128 among them."""
+    """Return random int8 values, including -128.
+
+    Args:
+        rows: Number of rows.
+        cols: Number of columns.
+        generator: Random generator.
+
+    Returns:
+        ``[rows, cols]`` int8.
+    """
     return torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8)
 
 
 def int4_codes(rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Random int4 values, one per byte."""
+    """Return random int4 values, one per byte.
+
+    Args:
+        rows: Number of rows.
+        cols: Number of columns.
+        generator: Random generator.
+
+    Returns:
+        ``[rows, cols]`` int8.
+    """
     return torch.randint(-8, 8, (rows, cols), generator=generator, dtype=torch.int8)
 
 
@@ -51,20 +78,40 @@ def _grid(rows: int, cols: int, group: Group) -> tuple[int, int]:
 
 
 def exponents(scale: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """e8m0 codes of powers of two."""
+    """Return the e8m0 codes of powers of two.
+
+    Args:
+        scale: Powers of two.
+        dtype: torch.uint8, or anything else for torch.float8_e8m0fnu.
+
+    Returns:
+        The codes, in the shape of ``scale``.
+    """
     found = (scale.log2() + 127).to(torch.uint8)
     return found if dtype is torch.uint8 else found.view(torch.float8_e8m0fnu)
 
 
 def unchanged(scale: Tensor) -> Tensor:
-    """Scales as they are: float32 [rows, cols] of the grid of groups."""
+    """Return scales unchanged.
+
+    Args:
+        scale: float32 ``[rows, cols]`` of the grid of groups.
+
+    Returns:
+        The same tensor.
+    """
     return scale
 
 
 class Experts:
-    """Three experts whose scales are powers of two, which every scale type holds exactly.
+    """Three experts whose scales are powers of two, which every scale dtype represents exactly.
 
-    ``group``: (rows, columns) that share a scale; ``make``: a matrix's codes, [rows, columns].
+    Args:
+        group: (rows, columns) that share a scale; -1 for all of them.
+        gated: Whether there is a gate projection.
+        hidden: Hidden size.
+        inter: Intermediate size.
+        make: Returns the codes ``[rows, columns]`` of a matrix.
     """
 
     def __init__(
@@ -90,7 +137,7 @@ class Experts:
         ]
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """w13 and w2 in float64, by the definition: weight [n, k] x scale [n // rows, k // cols]."""
+        """Exact w13 and w2 in float64: weight [n, k] x scale [n // rows, k // cols]."""
 
         def one(expert: int, name: str) -> Tensor:
             weight, scale = self.weights[expert][name].double(), self.scales[expert][name].double()
@@ -109,7 +156,17 @@ class Experts:
         names: dict[str, str] = NAMES,
         extra: dict[str, Tensor] | None = None,
     ) -> Tensors:
-        """One by one; ``store``: a [rows, cols] scale grid as the tool keeps it; ``extra``: per projection."""
+        """Return separate tensors per expert and projection.
+
+        Args:
+            store: Converts a ``[rows, cols]`` scale grid to the tool's form.
+            suffix: Name of the scale tensors.
+            names: The tool's names of gate, up and down.
+            extra: Additional tensors of every projection.
+
+        Returns:
+            Tensors by name.
+        """
         found = {}
         for expert in range(E):
             for n in self.names:
@@ -121,9 +178,17 @@ class Experts:
         return found
 
     def stacked(self, store: Callable[[Tensor], Tensor], suffix: str, *, transposed: bool = False) -> Tensors:
-        """gate_up_proj and down_proj; ``store``: [E, rows, cols] grids as the tool keeps them.
+        """Return stacked tensors: gate_up_proj and down_proj.
 
-        Per tensor, gate and up have one scale (the gate's).
+        With per-tensor scales, gate and up share the gate's scale.
+
+        Args:
+            store: Converts ``[E, rows, cols]`` scale grids to the tool's form.
+            suffix: Suffix of the scale tensors' names.
+            transposed: Whether matrices and scales are stored transposed.
+
+        Returns:
+            Tensors by name.
         """
 
         def every(kind: list[dict[str, Tensor]], *names: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: config.json with one file of tensors, or with shards and their index."""
+"""Checkpoint folders: config.json with one safetensors file, or with shards and their index."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ def write(
     shards: int = 0,
     **changes: Any,
 ) -> Path:
-    """``folder`` with config.json and one file, or ``shards`` and an index.
+    """Write a checkpoint folder.
 
-    ``changes``: entries of the config to replace; None removes one.
+    Args:
+        folder: The folder, which is created if needed.
+        tensors: Tensors by name.
+        config: Content of config.json.
+        shards: Number of shards, with an index; 0 for a single file.
+        **changes: Entries of the config to replace; None removes one.
+
+    Returns:
+        ``folder``.
     """
     from safetensors.torch import save_file
 
@@ -42,11 +50,24 @@ def write(
 
 
 def write_index(folder: Path, weight_map: Mapping[str, Any]) -> None:
-    """The index of a folder's shards: tensor name to file."""
+    """Write the index of a folder's shards.
+
+    Args:
+        folder: The checkpoint folder.
+        weight_map: File name by tensor name.
+    """
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(weight_map)}))
 
 
 def raw_file(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file with any header: bytes as they are, all else as JSON."""
+    """Return the bytes of a safetensors file with any header.
+
+    Args:
+        header: Bytes, written unchanged, or an object that is written as JSON.
+        data: Bytes after the header.
+
+    Returns:
+        The content of the file.
+    """
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data

@@ -1,4 +1,4 @@
-"""Reading a folder that a test wrote: what the layer is, or why it is refused."""
+"""Read a folder that a test wrote: check the layer, or the reason for its refusal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,38 @@ from moe_core.testing.checkpoints.folders import write
 
 
 def source(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], **changes: Any) -> LayerSource:
-    """The layer of a folder with these tensors; ``changes``: entries of config.json."""
+    """Write a folder with these tensors and return its layer.
+
+    Args:
+        folder: The folder to write.
+        tensors: Tensors by name.
+        quantization: ``quantization_config`` of config.json.
+        **changes: Other entries of config.json to replace.
+
+    Returns:
+        The layer.
+    """
     return read_layer(_opened(folder, tensors, quantization, **changes))
 
 
 def _opened(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], **changes: Any) -> Checkpoint:
-    # tensors that share memory can't be stored
+    # Tensors that share memory cannot be saved.
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     return Checkpoint.open(write(folder, copies, {**CONFIG, "quantization_config": quantization}, **changes))
 
 
 def check(found: LayerSource, experts: Experts, weight_key: QuantKey, activation_key: QuantKey | None) -> None:
-    """The layer loads under these keys to exactly the experts' values."""
+    """Check that a layer loads with the given keys and exactly the experts' values.
+
+    Args:
+        found: The layer.
+        experts: The experts that were written.
+        weight_key: Expected weight key.
+        activation_key: Expected activation key.
+
+    Raises:
+        AssertionError: A key or value differs.
+    """
     weights = found.weights()
     weights.validate(found.config, values=True)
     asked = weight_key, activation_key
@@ -48,7 +68,18 @@ def check(found: LayerSource, experts: Experts, weight_key: QuantKey, activation
 
 
 def refused(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], *parts: str, **changes: Any) -> None:
-    """CheckpointError, when the layer is found or loaded, whose message has all ``parts``."""
+    """Check that finding or loading a layer raises CheckpointError.
+
+    Args:
+        folder: The folder to write.
+        tensors: Tensors by name.
+        quantization: ``quantization_config`` of config.json.
+        *parts: Texts that the message must contain.
+        **changes: Other entries of config.json to replace.
+
+    Raises:
+        AssertionError: The layer loads, or the message lacks a text.
+    """
     try:
         source(folder, tensors, quantization, **changes).weights()
     except CheckpointError as error:
@@ -60,7 +91,20 @@ def refused(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], *pa
 
 
 def reason_against(adapter: CheckpointFormat, folder: Path, tensors: Tensors, quantization: Mapping[str, Any]) -> str:
-    """Why ``adapter`` doesn't read the layer: its reason, or the error of a config that is broken."""
+    """Return why a format does not read a layer.
+
+    Args:
+        adapter: The format.
+        folder: The folder to write.
+        tensors: Tensors by name.
+        quantization: ``quantization_config`` of config.json.
+
+    Returns:
+        The format's reason, or the error that a broken config raises.
+
+    Raises:
+        AssertionError: The format reads the layer.
+    """
     checkpoint = _opened(folder, tensors, quantization)
     try:
         reason = adapter.resolve(checkpoint.quantization, find_layer(checkpoint))

@@ -1,7 +1,7 @@
-"""Silent faults that fused MoE layers have had elsewhere, as tests of every backend of a scheme.
+"""Regression tests for silent faults of other fused MoE layers, for a scheme's backends.
 
-Every class runs every pair of keys on the device that it is for.  Kernels for GPUs in Triton's interpreter are the
-conformance kit's, which chooses its cases for an interpreter that takes seconds for each.
+Every class runs every pair of keys on the device that it is made for. GPU kernels in Triton's interpreter are left to
+the conformance kit, which selects its cases for an interpreter that takes seconds per case.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ from moe_core.testing.requantized import computed_with
 Keys = tuple[QuantKey | None, QuantKey | None]
 Test = TypeVar("Test", bound=Callable[..., None])
 
-#: tokens of a layer that is compared with the reference, and of one whose error is compared with another error
+#: tokens of a layer that is compared with the reference, and of a layer whose error is compared with another error
 _FEW, _MANY = 5, 24
 
 
 @dataclass(frozen=True)
 class Run:
-    """A class of experts, where it runs, and a layer that it claims to run."""
+    """An experts class, where it runs, and a layer that it claims to run.
+
+    Attributes:
+        backend: Name of the backend.
+        experts: The experts class.
+        place: Where it runs.
+        case: The layer.
+    """
 
     backend: str
     experts: type[FusedMoEExperts]
@@ -46,15 +53,18 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Class and case."""
+        """Name of the class and the case."""
         return f"{self.experts.__name__}-{self.case.id.removeprefix('values-')}"
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers that a test runs on: ``changes`` of :attr:`KnownFaultTests.layer`.
+    """Layers that a test runs on.
 
-    ``quantised``: with quantised activations only; ``modules``: with experts that a FusedMoELayer takes.
+    Attributes:
+        changes: Fields of :attr:`KnownFaultTests.layer` to replace.
+        quantised: Whether to use quantized activations only.
+        modules: Whether to use only experts that a FusedMoELayer accepts.
     """
 
     changes: dict[str, Any]
@@ -63,9 +73,17 @@ class Layers:
 
 
 def on(*, quantised: bool = False, modules: bool = False, **changes: Any) -> Callable[[Test], Test]:
-    """Runs a test on :class:`Layers`, for every class and pair of keys that takes them.
+    """Run a test on :class:`Layers`, for every class and pair of keys that accepts them.
 
-    Several such decorators: on each of their layers.
+    Several such decorators run the test on the layers of each.
+
+    Args:
+        quantised: Whether to use quantized activations only.
+        modules: Whether to use only experts that a FusedMoELayer accepts.
+        **changes: Fields of :attr:`KnownFaultTests.layer` to replace.
+
+    Returns:
+        The decorator.
     """
 
     def mark(test: Test) -> Test:
@@ -78,8 +96,12 @@ def on(*, quantised: bool = False, modules: bool = False, **changes: Any) -> Cal
 class KnownFaultTests:
     """Base of a test class: set ``scheme`` and ``keys``.
 
-    - ``keys``: pairs of weight and activation keys; None: 16-bit activations
-    - ``layer``: what the tests start from; experts that route by themselves are the conformance kit's
+    Experts that route internally are left to the conformance kit.
+
+    Attributes:
+        scheme: Name of the scheme.
+        keys: Pairs of weight and activation keys; None stands for 16-bit activations.
+        layer: Configuration that the tests start from.
     """
 
     scheme: ClassVar[str]
@@ -88,7 +110,7 @@ class KnownFaultTests:
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        """pytest's hook: one test for each class of experts, pair of keys and layer."""
+        """Parametrize tests by experts class, pair of keys and layer (pytest hook)."""
         layers: list[Layers] = getattr(metafunc.function, "layers", [])
         if "run" in metafunc.fixturenames and layers:
             runs = [run for each in layers for run in cls.runs(each)]
@@ -96,7 +118,14 @@ class KnownFaultTests:
 
     @classmethod
     def runs(cls, layers: Layers) -> Iterator[Run]:
-        """What runs here."""
+        """Yield the runs that are possible on this machine.
+
+        Args:
+            layers: Layers that the test runs on.
+
+        Yields:
+            The runs.
+        """
         here = Environment.current()
         tokens = _MANY if layers.quantised else _FEW
         for backend in registry().oracle(cls.scheme).table():
@@ -119,7 +148,17 @@ class KnownFaultTests:
 
     @classmethod
     def check(cls, run: Run) -> tuple[Problem, Tensor]:
-        """Run the layer and compare it with the reference: its tensors, and its output."""
+        """Run the layer and compare it with the reference.
+
+        Args:
+            run: The run.
+
+        Returns:
+            (tensors of the case, output ``[M, K]``).
+
+        Raises:
+            AssertionError: The output is wrong.
+        """
         problem = make_problem(run.case, run.place.device)
         y = call(make_kernel(run.experts, problem, run.place), problem)
         compare(run.experts, problem, y, run.place)
@@ -127,43 +166,47 @@ class KnownFaultTests:
 
     @on(has_bias=True)
     def test_biases_reach_the_result(self, run: Run) -> None:
-        """Accepted, and then added by no kernel, or in an order that only other weights are stored in."""
+        """Fault: biases were accepted, but not added, or added in another layout's row order."""
         self.check(run)
 
     @on(activation_params=ActivationParams(limit=0.5))
     def test_clamp_limits_reach_the_result(self, run: Run) -> None:
-        """The limit of the config was not handed on, or replaced by the usual one."""
+        """Fault: the limit of the config was not passed on, or replaced by the usual one."""
         self.check(run)
 
     @on(hidden_size=512, intermediate_size=64)
     def test_w13_has_the_groups_of_the_hidden_size(self, run: Run) -> None:
-        """Its scales were laid out by the intermediate size: one group where that is no larger than a group.
+        """Fault: scales of w13 were laid out by the intermediate size.
 
-        As tensor parallelism makes it: experts cut into pieces of a group or less.
+        There was one group if that size is at most one group. Tensor parallelism makes such layers: shards of experts
+        with a group or less.
         """
         self.check(run)
 
     @on(activation=MoEActivation.RELU2_NO_MUL, hidden_size=264, intermediate_size=136)
     @on(activation=MoEActivation.SILU_NO_MUL, hidden_size=320, intermediate_size=200)
     def test_layers_without_a_gate_in_sizes_that_need_padding(self, run: Run) -> None:
-        """w13 was padded as two halves, or taken for gate and up: here it is N rows, all of them one matrix."""
+        """Fault: w13 was padded as two halves, or taken for gate and up.
+
+        Without a gate it is a single matrix of N rows.
+        """
         self.check(run)
 
     @on(num_experts=8, num_local_experts=3)
     def test_experts_of_this_rank_keep_what_is_theirs(self, run: Run) -> None:
-        """Tensors of experts were put at their global numbers: scales, zero points and groups of others."""
+        """Fault: scales, zero points or groups were indexed by global instead of local expert ids."""
         self.check(run)
 
     @on(is_lora_enabled=True, max_loras=2, max_lora_rank=8)
     def test_adapters_that_are_claimed_are_applied(self, run: Run) -> None:
-        """They were claimed by a base class, and ignored."""
+        """Fault: adapters were claimed by a base class and ignored."""
         self.check(run)
 
     @on(quantised=True)
     def test_activations_are_quantised_where_asked(self, run: Run) -> None:
-        """A backend that only dequantises weights was chosen: the result would be that of 16-bit activations.
+        """Fault: a weight-only backend was chosen, with the result of 16-bit activations.
 
-        Errors of an implementation have no reason to point from the one result to the other, in so many dimensions.
+        In a space of that many dimensions, implementation errors do not point from one result to the other by chance.
         """
         problem, y = self.check(run)
         computed = computed_with(run.experts, problem, run.place)
@@ -183,9 +226,9 @@ class KnownFaultTests:
 
     @on(modules=True)
     def test_reloading_gives_the_new_layer_in_place(self, run: Run) -> None:
-        """With all that goes with the weights, and in a CUDA graph that was captured with the old ones.
+        """Fault: reloading missed tensors that belong to the weights, or captured CUDA graphs.
 
-        Of the class that the backend selects for the layer; the conformance kit reloads kernels of every class.
+        This tests the class that the backend selects for the layer. The conformance kit reloads kernels of every class.
         """
         case, device = run.case, run.place.device
         old, new = (make_problem(case, device, variant=variant) for variant in (0, 1))
@@ -195,7 +238,7 @@ class KnownFaultTests:
             for problem in (old, new)
         )
         arguments: dict[str, Any] = {"topk_weights": new.inputs.topk_weights, "topk_ids": new.inputs.topk_ids}
-        # what a backend keeps of the first call must not outlive the weights
+        # State that a backend caches in the first call must not outlive the weights.
         layer(new.inputs.x, **arguments)
         graph, captured = None, torch.empty_like(new.inputs.x)
         if device.type == "cuda" and run.experts.claims.cuda_graph:

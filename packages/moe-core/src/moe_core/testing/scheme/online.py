@@ -1,4 +1,4 @@
-"""What every scheme's quantisation at load must do: from the command line, from tensors, again on reload."""
+"""Tests of a scheme's quantization at load: by command line, from tensors, and on reload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe_core.testing.ensure import ensure
 from moe_core.testing.harness import same_bits
 
 BLOCK = "model.layers.0.mlp"
-#: experts, hidden size, intermediate size (no whole groups of 128), top-k
+#: experts, hidden size, intermediate size (not a multiple of the group size 128) and top-k
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 6, 256, 192, 2
 #: config.json entries that differ in gpt-oss
 GPT_OSS: dict[str, Any] = {
@@ -38,10 +38,14 @@ GPT_OSS: dict[str, Any] = {
 
 
 class OnlineTests:
-    """Base of a test class: set ``scheme``; what it makes of 16-bit experts is :attr:`moe_core.Scheme.online`.
+    """Base of a test class for quantization at load: set ``scheme``.
 
-    ``gpt_oss``: experts are stored as that model's are, transposed, gate and up in turns, with biases; else as those of
-    Qwen3-MoE.
+    :attr:`moe_core.Scheme.online` lists what the scheme quantizes 16-bit experts to.
+
+    Attributes:
+        scheme: Name of the scheme.
+        gpt_oss: Whether experts are stored as in gpt-oss: transposed, gate and up interleaved, with biases. Otherwise
+            they are stored as in Qwen3-MoE.
     """
 
     scheme: ClassVar[str]
@@ -49,33 +53,56 @@ class OnlineTests:
 
     @classmethod
     def names(cls) -> list[str]:
-        """What the scheme quantises 16-bit experts to."""
+        """Names of what the scheme quantizes 16-bit experts to."""
         return [online.name for online in registry().scheme(cls.scheme).online]
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        """pytest's hook: one test for each name."""
+        """Parametrize tests by name (pytest hook)."""
         if "name" in metafunc.fixturenames:
             metafunc.parametrize("name", cls.names())
 
     @pytest.fixture(autouse=True)
     def no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Commands and layers choose the CPU by themselves."""
+        """Make commands and layers choose the CPU automatically."""
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     @classmethod
     def quantize(cls, weights: MoEWeights, name: str) -> MoEWeights:
-        """Canonical 16-bit weights, quantised."""
+        """Quantize canonical 16-bit weights.
+
+        Args:
+            weights: Canonical 16-bit weights.
+            name: One of :meth:`names`.
+
+        Returns:
+            The quantized weights.
+        """
         return registry().online(name).quantize(weights)
 
     @classmethod
     def layer(cls, **changes: Any) -> FusedMoEConfig:
-        """The configuration of the suite's layer."""
+        """Return the configuration of the suite's layer.
+
+        Args:
+            **changes: Fields to replace.
+
+        Returns:
+            The configuration.
+        """
         return FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, **changes)
 
     @classmethod
     def sixteen_bit(cls, seed: int = 0, *, bias: bool | None = None) -> MoEWeights:
-        """Canonical weights, with biases where the model has them or as ``bias`` says."""
+        """Return canonical 16-bit weights.
+
+        Args:
+            seed: Seed of the random generator.
+            bias: Whether to add biases; None: only if the model has them.
+
+        Returns:
+            The weights.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def make(*shape: int) -> Tensor:
@@ -93,7 +120,15 @@ class OnlineTests:
 
     @classmethod
     def checkpoint(cls, folder: Path, quantization: dict[str, Any] | None = None) -> Path:
-        """Experts in bfloat16, stacked as transformers stores them, whatever ``quantization`` says."""
+        """Write a checkpoint of bfloat16 experts, stacked as transformers stores them.
+
+        Args:
+            folder: Parent of the checkpoint folder.
+            quantization: ``quantization_config`` of config.json; it does not affect the tensors.
+
+        Returns:
+            The checkpoint folder.
+        """
         made = cls.sixteen_bit()
         tensors = {"experts.gate_up_proj": made.w13, "experts.down_proj": made.w2}
         router = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
@@ -120,11 +155,11 @@ class OnlineTests:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """A checkpoint with 16-bit experts."""
+        """Checkpoint folder with 16-bit experts."""
         return self.checkpoint(tmp_path)
 
     def test_moe_run_quantises_what_it_loads(self, name: str, folder: Path, tmp_path: Path, capsys: Any) -> None:
-        """The output is the quantised layer's, and the report says what was made."""
+        """Check that the output is the quantized layer's and that the report states what was made."""
         from safetensors.torch import load_file, save_file
 
         generator = torch.Generator().manual_seed(1)
@@ -147,16 +182,21 @@ class OnlineTests:
         expected.compare(load_file(out)["output"], name)
 
     def test_the_quantised_weights(self, name: str) -> None:
-        """The rules of the reference, for both matrices, with biases and without a gate."""
+        """Check the rules of the reference for both matrices, with biases and without a gate."""
         self.check_weights(name, torch.bfloat16)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
     def test_other_types(self, dtype: torch.dtype) -> None:
-        """Experts in float16 and float32."""
+        """Check experts in float16 and float32."""
         self.check_weights(self.names()[0], dtype)
 
     def check_weights(self, name: str, dtype: torch.dtype) -> None:
-        """What the scheme makes of weights in ``dtype`` is what the reference makes of them, bit by bit."""
+        """Check that the scheme quantizes weights to the same bits as the reference.
+
+        Args:
+            name: One of :meth:`names`.
+            dtype: Dtype of the weights.
+        """
         keys = registry().online(name)
         plain = self.sixteen_bit(bias=True)
         plain = replace(plain, w13=plain.w13.to(dtype), w2=plain.w2.to(dtype))
@@ -176,7 +216,7 @@ class OnlineTests:
             found.validate(self.layer(activation="silu" if gated else "silu_no_mul", has_bias=gated), values=True)
 
     def test_groups_and_rows_of_zeros(self, name: str) -> None:
-        """They have a scale, values of 0 and a result: no 0/0."""
+        """Check that zeros have a scale, values of 0 and a finite result, without 0/0."""
         plain = self.sixteen_bit(bias=False)
         plain.w13[0] = 0.0
         plain.w13[1, :INTERMEDIATE] = 0.0
@@ -201,7 +241,7 @@ class OnlineTests:
         ensure(float(y[2, 5]) == 0.0, "a row of zeros has a result")
 
     def test_a_layer_from_tensors(self, name: str) -> None:
-        """The bits of the layer whose weights were quantised before; reloading quantises in place."""
+        """Check that the layer equals a prequantized one and that reloading quantizes in place."""
         config = self.layer(has_bias=True)
         layer = FusedMoELayer.from_weights(self.scheme, config, self.sixteen_bit(bias=True), quantize=name, copy=True)
         quantised = self.quantize(self.sixteen_bit(bias=True), name)
@@ -226,7 +266,7 @@ class OnlineTests:
             self.quantize(quantised, name)
 
     def test_some_experts_only(self, name: str, folder: Path) -> None:
-        """Expert parallelism: codes and scales of the experts that are here."""
+        """Check expert parallelism: codes and scales are those of the selected experts."""
         chosen = [3, 1, EXPERTS - 1]
         here = read_layer(Checkpoint.open(folder), quantize=name, experts=chosen).weights()
         whole = read_layer(Checkpoint.open(folder), quantize=name).weights()
@@ -234,7 +274,7 @@ class OnlineTests:
         _ensure_same(here, replace(whole, **mine))
 
     def test_16_bit_experts_are_refused_where_the_config_says_otherwise(self, tmp_path: Path) -> None:
-        """No format of the scheme takes what has no scales, whatever config.json says."""
+        """Check that the scheme rejects weights without scales, whatever config.json states."""
         spec = registry().scheme(self.scheme)
         if spec.quickstart is None:
             pytest.skip("the scheme writes no checkpoint, whose config would say so")
@@ -246,13 +286,13 @@ class OnlineTests:
 
 
 def _in_turns(rows: Tensor) -> Tensor:
-    """Gate rows, then up rows as gate 0, up 0, gate 1, ..."""
+    """Interleave gate rows and up rows as gate 0, up 0, gate 1, ..."""
     gate, up = rows.chunk(2, dim=1)
     return torch.stack([gate, up], dim=2).reshape(rows.shape)
 
 
 def _ensure_same(found: MoEWeights, expected: MoEWeights) -> None:
-    """Every tensor of the weights has the same bits."""
+    """Check that every tensor of the weights has the same bits."""
     tensors, wanted = dict(found.tensors()), dict(expected.tensors())
     ensure(tensors.keys() == wanted.keys(), f"{sorted(tensors)}, expected {sorted(wanted)}")
     other = [name for name, tensor in wanted.items() if not same_bits(tensors[name].contiguous(), tensor.contiguous())]

@@ -1,11 +1,11 @@
-"""Packed codes that become numbers in registers by plain Triton operations: weights as stored.
+"""Weights as stored in the checkpoint, decoded in registers by plain Triton operations.
 
-Checkpoints' bytes stay as they are, read as 32-bit words; the activations are written once in an order of columns that
-fits them.  Schemes add how a tile of words is loaded, scaled and multiplied.
+The checkpoint's bytes are kept and read as 32-bit words. The activations are written once, in a matching column order.
+Schemes define how a tile of words is loaded, scaled and multiplied.
 
-    tiles        the order of columns; words and activations of a tile
-    activations  what x and h become, by their key: 16-bit, or quantised and multiplied as 16-bit numbers
-    scheme       activations and weights as the fused layer takes them
+    tiles        the column order; words and activations of a tile
+    activations  x and h by quantization key: 16-bit, or quantized and multiplied as 16-bit values
+    scheme       activations and weights in the form of the fused layer
 
-Importing this package imports no Triton; its modules do.
+Importing this package does not import Triton; its modules do.
 """

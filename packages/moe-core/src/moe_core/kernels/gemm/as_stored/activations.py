@@ -1,8 +1,8 @@
-"""How x and h become what is multiplied: `quantize` functions of the grouped GEMM.
+"""Conversion of x and h into operands: `quantize` functions of the grouped GEMM.
 
-`quant_args` starts with the tensor that values go to.  But for `code_mxfp8` codes of e4m3 and e2m1 are not made: the
-numbers are rounded to what those hold, in float32, which needs no hardware for either, and stored as bfloat16, which
-holds e4m3 and e2m1 times a power of two.
+`quant_args` starts with the destination tensor. Only `code_mxfp8` produces codes of e4m3. The other functions round
+values in float32 to those that e4m3 or e2m1 can represent, which needs no hardware support for either. They store
+bfloat16, which represents e4m3 and e2m1 times a power of two exactly.
 """
 
 from __future__ import annotations
@@ -28,39 +28,41 @@ from moe_core.spec.quant_key import (
     kMxfp8Dynamic,
 )
 
-# columns that share a scale of MXFP8 and MXFP4
+# Columns that share a scale of MXFP8 and MXFP4.
 MX_GROUP = tl.constexpr(32)
-# set by `specialize`: element type and rounding of scales of MXFP8 and MXFP4
+# Set by `specialize`: element type and scale rounding of MXFP8 and MXFP4.
 CODE = tl.constexpr("e4m3")
 ROUNDING = tl.constexpr("up")
 
 
 @triton.jit
 def values_as_they_are(tile, quant_args, expert, AXIS: tl.constexpr):
-    """In the type of the tensor that they go to."""
+    """Convert to the dtype of the destination."""
     return downcast(tile, quant_args[0].dtype.element_ty), 0.0
 
 
 @triton.jit
 def _scaled_mx(tile, CODE: tl.constexpr, AXIS: tl.constexpr, ROUNDING: tl.constexpr):
-    """(values divided by their scales, scales), float32, of MX_GROUP columns each; scales are powers of two.
+    """(values divided by their scales, scales), float32, in groups of MX_GROUP columns.
 
-    Both have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups, columns of one, ROWS] for AXIS 0.
+    Scales are powers of two. Both results have the columns split: [ROWS, groups, columns of one] for AXIS 1, [groups,
+    columns of one, ROWS] for AXIS 0.
     """
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
     groups = tile.reshape(tile.shape[:AXIS] + [GROUPS, MX_GROUP] + tile.shape[AXIS + 1 :])
     bits = tl.max(magnitude_bits(groups), axis=AXIS + 1, keep_dims=True)
     scale = scale_of(bits, CODE, ROUNDING)
-    # the inverse of a power of two: 254 - exponent; that of NaN is as good as any, products have the scale's NaN
+    # The inverse of a power of two is 254 - exponent. For NaN any value will do, because products contain the
+    # scale's NaN.
     return groups * (0x7F000000 - magnitude_bits(scale)).to(tl.float32, bitcast=True), scale
 
 
 @triton.jit
 def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
-    """MX_GROUP columns each rounded to codes of a scale and multiplied by it again."""
+    """Round groups of MX_GROUP columns to codes of a scale and multiply them by it again."""
     scaled, scale = _scaled_mx(tile, CODE, AXIS, ROUNDING)
     if ROUNDING != "up":
-        # more than the largest code is possible where scales are not rounded up
+        # Values may exceed the largest code where scales are not rounded up.
         scaled = clamp(scaled, 448.0 if CODE == "e4m3" else 6.0)
     rounded = round_e4m3(scaled) if CODE == "e4m3" else round_e2m1(scaled)
     return downcast((rounded * scale).reshape(tile.shape), tl.bfloat16), 0.0
@@ -68,7 +70,7 @@ def round_mx(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
-    """e4m3 codes in their own order, and the bytes of scales of MX_GROUP columns."""
+    """e4m3 codes in their original order, and the bytes of scales of MX_GROUP columns."""
     GROUPS: tl.constexpr = tile.shape[AXIS] // MX_GROUP
     scaled, scale = _scaled_mx(tile, "e4m3", AXIS, "up")
     exponents = (magnitude_bits(scale) >> 23).to(tl.uint8)
@@ -77,23 +79,31 @@ def code_mxfp8(tile, quant_args, expert, AXIS: tl.constexpr):
     return downcast_e4m3(scaled).reshape(tile.shape), exponents
 
 
-# set by `specialize`: codes of a word of the weights, 0 for columns in their own order; how values are made
+# Set by `specialize`: codes per weight word (0 keeps the column order), and the function that produces values.
 CODES = tl.constexpr(8)
 quantize: Any = values_as_they_are
 
 
 @triton.jit
 def arranged(tile, quant_args, expert, AXIS: tl.constexpr):
-    """What `quantize` makes of the tile, its columns in the order of the weights'."""
+    """The result of `quantize`, with its columns in the order of the weights."""
     values, scale = quantize(tile, quant_args, expert, AXIS)
     return arrange(values, CODES, AXIS), scale
 
 
 @cache
 def quantizer(key: QuantKey | None, bits: int | None) -> Any:
-    """The `quantize` function of an activation key, beside codes of so many bits; None: columns keep their order.
+    """Return the `quantize` function of an activation key.
 
-    Raises ConfigError for keys that there is none for.
+    Args:
+        key: Quantization key of the activations; None for 16-bit activations.
+        bits: Bits per code of the weights; None keeps the column order.
+
+    Returns:
+        The device function.
+
+    Raises:
+        ConfigError: The key is not supported.
     """
     if key is None:
         made: Any = values_as_they_are

@@ -1,12 +1,12 @@
-"""Activations that are quantised and dequantised (QDQ), for products with 16-bit operands.
+"""Activations that are quantized and dequantized (QDQ), for products with 16-bit operands.
 
-The numbers of an activation key, codes times scales, in bfloat16: what tensor cores without the codes' type multiply,
-and kernels whose weights become 16-bit numbers.  Codes of e4m3, e2m1 and int8 are numbers of bfloat16; a code times its
-float32 scale is rounded to one, by 2^-8 at most.  In the root mean square that is a sixteenth of what e4m3 loses, and
-a fifth of what int8 loses; the largest codes lose as much again.
+The result is codes times scales of an activation key, in bfloat16. It suits tensor cores that lack the codes' type, and
+kernels whose weights become 16-bit values. Codes of e4m3, e2m1 and int8 are exact in bfloat16. A code times its float32
+scale is rounded to bfloat16, by 2^-8 at most. In the root mean square that is a sixteenth of the error of e4m3, and a
+fifth of the error of int8. For the largest codes it is as large as the quantization error.
 
-`quantize` functions as the tile kernel has them, of whole rows: quant_args = (values, codes, ...); ``codes`` is a
-tensor of the codes' type: int8, or the values themselves, for e4m3 that needs no hardware.
+`quantize` functions have the form of the tile kernel and take whole rows: quant_args = (values, codes, ...). ``codes``
+is a tensor of the codes' dtype: int8, or that of the values for e4m3 without hardware support.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from moe_core.spec.quant_key import (
     kMxfp8Dynamic,
 )
 
-# set by `specialize`: what makes codes, and columns that share a scale
+# Set by `specialize`: the function that produces codes, and the columns that share a scale.
 quantize: Any = quantize_row
 GROUP = tl.constexpr(128)
 
 
 @triton.jit
 def qdq_rows(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile whose whole AXIS is a row."""
+    """QDQ of a tile whose whole AXIS is a row."""
     codes, scale = quantize(tile, quant_args[1:], expert, AXIS)
     return downcast(codes.to(tl.float32) * tl.expand_dims(scale, AXIS), quant_args[0].dtype.element_ty), 0.0
 
 
 @triton.jit
 def qdq_groups(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile whose columns, dimension 1, share a scale in groups of GROUP."""
+    """QDQ of a tile whose columns (dimension 1) share a scale in groups of GROUP."""
     tl.static_assert(AXIS == 1, "rows are quantised as they lie")
     groups = tile.reshape([tile.shape[0] * (tile.shape[1] // GROUP), GROUP])
     values, _ = qdq_rows(groups, quant_args, expert, 1)
     return values.reshape(tile.shape), 0.0
 
 
-#: columns that share a float32 scale, -1: all of a row
+#: Columns that share a float32 scale; -1 for the whole row.
 _COLUMNS = {kFp8DynamicTokenSym: -1, kInt8DynamicTokenSym: -1, kFp8Dynamic128Sym: 128, kFp8Dynamic64Sym: 64}
 
 
@@ -83,13 +83,22 @@ def qdq(
     device: torch.device | None = None,
     static: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> RowQuantizer:
-    """QDQ by ``key``; ``static`` scales [E] of x and h, float32.
+    """Return the row quantizer that performs QDQ by ``key``.
 
-    Without ``device`` only scratch memory is asked for.  Raises ConfigError for other keys.
+    Args:
+        key: Quantization key of the activations.
+        device: Device of the layer; None if only workspaces are queried.
+        static: float32 scales [E] of x and h, for static keys.
+
+    Returns:
+        The row quantizer; it stores bfloat16.
+
+    Raises:
+        ConfigError: The key is not supported.
     """
     codes: tuple[Tensor, ...] = ()
     if device is not None:
-        # of which only the type is read
+        # Only its dtype is read.
         codes = (torch.empty(0, dtype=torch.int8 if key.dtype == INT8 else torch.bfloat16, device=device),)
     x, h = ((*codes, scale) if key.is_static else codes for scale in static)
     exact = key.scale.dtype is torch.float32 and not key.is_static

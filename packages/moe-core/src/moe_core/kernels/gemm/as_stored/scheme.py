@@ -1,4 +1,7 @@
-"""What weights as stored give the fused layer: activations in the order of `tiles.arrange`, and a weight's words."""
+"""Fused-layer interface of weights as stored: activation schemes and packed weights.
+
+Activations are in the column order of `tiles.arrange`.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from moe_core.kernels.gemm.tiles.operands import load_values, open_plain
 from moe_core.kernels.gemm.tiles.scaled_mm import open_values
 from moe_core.spec.quant_key import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
 
-#: depth of a step of the k loop; of a short one, where columns have groups of their own, and for float32 products,
-#: which no tensor core computes
+#: Columns of a k-loop step, and of a short one. Short steps are for columns with separate groups, and for float32
+#: products, which no tensor core computes.
 STEP, SHORT_STEP = 128, 32
-#: columns that a scale of MXFP8 spans
+#: Columns that share a scale of MXFP8.
 UNIT = 32
 
 
@@ -37,11 +40,22 @@ def as_stored_scheme(
     pre_scales: tuple[Tensor | None, Tensor | None] = (None, None),
     static: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> ActivationScheme:
-    """Activations of ``key`` (None: 16-bit) beside codes of ``bits``, in a layer of ``dtype``.
+    """Return the activation scheme for weights as stored.
 
-    ``bits`` None: weights have their columns in order.  ``scaled``: the tensor cores multiply e4m3 codes with e8m0
-    bytes, for MXFP8; ``pre_scaled``: columns of x and h have ``pre_scales`` float32 [E, columns]; ``static`` scales [E]
-    of x and h, for e4m3 with a scale per expert.  Raises ConfigError for other keys.
+    Args:
+        key: Quantization key of the activations; None for 16-bit activations.
+        bits: Bits per weight code; None if the weights keep their column order.
+        dtype: Dtype of the layer.
+        scaled: Whether the tensor cores multiply e4m3 codes with e8m0 scale bytes, for MXFP8.
+        pre_scaled: Whether columns of x and h have ``pre_scales``.
+        pre_scales: float32 [E, columns] of x and h, or None.
+        static: Scales [E] of x and h, for e4m3 with a scale per expert.
+
+    Returns:
+        The activation scheme.
+
+    Raises:
+        ConfigError: The key is not supported.
     """
     if scaled:
         e4m3, e8m0 = torch.float8_e4m3fn, torch.uint8
@@ -61,13 +75,20 @@ def as_stored_scheme(
         stored,
         STEP if block else UNIT,
         scale_dtype=torch.float32 if block else None,
-        # router weights change more than scales otherwise, and multiply x before it is rounded
+        # Otherwise router weights change more than the scales. They then multiply x before it is rounded.
         keeps_range=key is None or block,
     )
 
 
 def activation_functions(key: QuantKey | None) -> tuple[Any, Any]:
-    """open_a and load_a of the tile kernel for activations of ``key``."""
+    """Return `open_a` and `load_a` of the tile kernel for an activation key.
+
+    Args:
+        key: Quantization key of the activations; None for 16-bit activations.
+
+    Returns:
+        The two device functions.
+    """
     if key == kFp8Dynamic128Sym:
         return tiles.open_blocks, tiles.load_blocks
     return open_values if key in (kFp8DynamicTokenSym, kFp8StaticTensorSym) else open_plain, load_values
@@ -86,11 +107,22 @@ def packed_weight(
     bias: Tensor | None = None,
     step: int = STEP,
 ) -> GemmWeight:
-    """A weight of ``words`` int32 or uint8 [E, rows of all halves, words]: ``columns`` codes of ``bits``.
+    """Return a weight of packed words, with low bits first.
 
-    Low bits come first; ``rows`` of one half; ``step`` columns of a step of the k loop.  For `open_groups`:
-    ``scales`` [E, groups, rows of all halves]; ``others``: of that shape, or [E, rows of all halves].
-    ``column_groups`` [E, columns padded to whole steps]: the group of each column.
+    Args:
+        words: int32 or uint8 [E, rows of all halves, words].
+        bits: Bits per code.
+        rows: Rows of one half.
+        columns: Number of codes per row.
+        scales: For `open_groups`: [E, groups, rows of all halves].
+        functions: Functions of the tile kernel.
+        others: Zero points in the shape of ``scales``, or [E, rows of all halves]; or None.
+        column_groups: [E, columns padded to whole steps], the group of each column; or None.
+        bias: [E, rows of all halves], or None.
+        step: Columns of a k-loop step.
+
+    Returns:
+        The weight.
     """
     return GemmWeight(
         PackedWeight.of(words, scales, others, column_groups),

@@ -1,4 +1,4 @@
-"""The kernel of `words`."""
+"""The kernel of `fragment_order.order_words`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from moe_core.kernels.device.registers import split_last, unpack
 from moe_core.kernels.gemm.fragments._fragment_bits import columns_apart, e2m1_bits, signs_apart
 
-#: operations of `words.ARRANGEMENTS`, compiled
+#: Operations of `fragment_order.ARRANGEMENTS`, compiled.
 COMPILED = {each: triton.jit(each) for each in (columns_apart, e2m1_bits, signs_apart)}
 
 
@@ -29,10 +29,11 @@ def order_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """int32 [E * rows, stored] of canonical codes to int32 [E, steps, rows, PER_STEP * 16] in the order of `words`.
+    """Reorder int32 codes [E * rows, stored] into words [E, steps, rows, PER_STEP * 16].
 
-    `units` of 16 words in all; SIZES and DIMS of the bytes, those from 1 on, and operations: `words.ARRANGEMENTS`.
-    INTERLEAVED: the `rows` of an expert, of which `half` are gates, are interleaved (`words.interleave`).
+    `units` is the number of units of 16 words. SIZES, DIMS (of the bytes, counted from 1) and operations are those of
+    `fragment_order.ARRANGEMENTS`. INTERLEAVED: the `rows` of an expert, of which `half` are gates, are interleaved
+    (`fragment_order.interleave`).
     """
     width = steps * PER_STEP
     unit = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

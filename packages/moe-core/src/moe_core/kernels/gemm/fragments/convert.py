@@ -1,4 +1,4 @@
-"""Canonical integer weights in the layout of the family."""
+"""Conversion of canonical integer weights to fragment order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from moe_core.kernels.gemm.fragments.scales import by_group, order_scales, pair_
 from moe_core.kernels.gemm.tiles.columns import Grouped, group_columns
 from moe_core.spec.quant_key import QuantKey
 
-#: turns two's complement of four bytes into codes that are 128 more, and back
+#: Converts four bytes of two's complement to codes offset by 128, and back.
 _SIGNS = -0x7F7F7F80
 
 
 @dataclass(frozen=True, eq=False)
 class Converted:
-    """Tensors of a `MarlinMatrix`; ``group_size`` of its columns, which may be smaller than the key's."""
+    """Tensors of a `MarlinMatrix`.
+
+    Attributes:
+        words: int32 words in fragment order.
+        scales: Scales by group.
+        group_size: Columns per group, which may be smaller than the key's.
+        channel_scales: float32 [E, rows], or None.
+        index: int32 [E, columns] of reordered columns, or None.
+        powers: float32 [E], see `powers_of`, or None.
+    """
 
     words: Tensor
     scales: Tensor
@@ -32,7 +41,18 @@ class Converted:
     def of(
         words: Tensor, scales: Tensor, group_size: int, channel_scales: Tensor | None = None, *, interleaved: bool
     ) -> Converted:
-        """With ``scales`` [E, rows, C] and ``channel_scales`` [E, rows] in the rows' own order."""
+        """Build from scales in the original row order.
+
+        Args:
+            words: int32 words in fragment order.
+            scales: [E, rows, C].
+            group_size: Columns per group.
+            channel_scales: [E, rows] in the original row order, or None.
+            interleaved: Whether rows of the words are interleaved gate and up rows.
+
+        Returns:
+            The tensors, with rows of the scales ordered as those of the words.
+        """
         if channel_scales is not None and interleaved:
             channel_scales = interleave(channel_scales)
         return Converted(words, by_group(scales, interleaved).contiguous(), group_size, channel_scales)
@@ -49,12 +69,29 @@ def convert_integers(
     interleaved: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Converted:
-    """One of the two matrices of canonical weights; see :class:`moe_core.spec.weights.MoEWeights` for the tensors.
+    """Convert one of the two matrices of canonical weights.
 
-    ``codes`` uint8, or int8 for 8-bit numbers in two's complement; ``columns`` K of the matrix; ``interleaved``: rows
-    are gate and up; ``dtype`` of the activations.  float16 holds scales relative to the largest of a row, whose power
-    of two becomes a factor.  Symmetric groups' scales of 16 bits stay so where that keeps their values; beside zero
-    points scales keep 14 bits of mantissa, all that a 16-bit type has.  With ``g_idx`` this waits for the device.
+    See :class:`moe_core.spec.weights.MoEWeights` for the tensors.
+
+    With float16 activations, scales are relative to the largest of a row, whose power of two becomes a channel scale.
+    Scales of symmetric groups stay 16-bit where that keeps their values. With zero points, scales keep 14 bits of
+    mantissa, which holds any 16-bit type. With ``g_idx``, this synchronizes with the device.
+
+    Args:
+        codes: uint8, or int8 for 8-bit values in two's complement.
+        scale: [E, rows, groups].
+        key: Quantization key of the weights.
+        columns: K of the matrix.
+        zero_point: Zero points in the shape of ``scale``, or None.
+        g_idx: int32 [E, K], the group of each column, or None.
+        interleaved: Whether rows are gate and up, to be interleaved.
+        dtype: Dtype of the activations.
+
+    Returns:
+        The converted tensors.
+
+    Raises:
+        TensorError: The group size, or the dtype of the codes, is not supported.
     """
     size = key.group_size
     if size not in (-1, 32, 64, 128):
@@ -79,11 +116,12 @@ def convert_integers(
     if dtype is torch.float16 and size != -1:
         wide, channel_scales = relative_scales(scale.float())
         if scale.dtype is torch.bfloat16:
-            # it has float32's exponents; a small float16 scale beside a large one would lose bits
+            # bfloat16 has the exponent range of float32. A small float16 scale next to a large one would
+            # lose bits.
             wide = wide.to(scale.dtype)
         channel_scales = interleave(channel_scales) if interleaved else channel_scales
     index = None if grouped is None else grouped.index
-    # groups that were filled up are told by their number (`MarlinExperts.matrix`), which pairs do not keep
+    # Padded groups are recognized by their number (`MarlinExperts.matrix`), which pairs do not preserve.
     if zero_point is None and size == key.group_size != -1 and wide.dtype.itemsize == 2:
         scales = pair_scales(wide, interleaved=interleaved)
     else:
@@ -93,7 +131,7 @@ def convert_integers(
 
 
 def _by_group(values: Tensor, grouped: Grouped) -> Tensor:
-    """``values`` [E, rows, groups] for the groups as they stand."""
+    """``values`` [E, rows, groups] gathered for the reordered groups."""
     index = grouped.groups[:, None, :].expand(-1, values.shape[1], -1)
     return values.gather(2, index)
 
@@ -105,7 +143,7 @@ def _permuted_words(codes: Tensor, grouped: Grouped, bits: int, *, interleaved: 
     for out, one, index in zip(words, codes, grouped.index, strict=True):
         if bits == 4:
             one = torch.stack((one & 15, one >> 4), dim=2).flatten(1)
-        # what stands for no column meets zeros
+        # Padding columns meet zeros of the activations.
         one = one.index_select(1, index.clamp_min(0))
         if bits == 4:
             one = torch.nn.functional.pad(one, (0, columns % 2))

@@ -1,11 +1,11 @@
-"""Words of integers as 16-bit numbers, in the columns' order; what other element types share with them.
+"""Dequantization of words of integers to 16-bit values in column order, and shared helpers.
 
-`dtype` is bfloat16 or float16, whose numbers are made in pairs by assembly, or float32.  Numbers are exact.  The two
-numbers of a 16-bit pair in a register are those that a thread of the tensor cores holds side by side, so that nothing
-moves between registers or threads; `moe_core.kernels.gemm.fragments.fragment_order` says which columns they are.
+`dtype` is bfloat16 or float16, whose values are produced in pairs by inline assembly, or float32. Values are exact. The
+two values of a 16-bit pair in a register are those that a tensor-core thread holds next to each other, so that nothing
+moves between registers or threads. `moe_core.kernels.gemm.fragments.fragment_order` lists their columns.
 
-Integers are made in the low bits of a mantissa: a bfloat16 of exponent 7 counts ones from 128 on, a float16 of exponent
-10 from 1024 on, and one `fma` subtracts what the bits around the code are worth.
+Integers are placed in the low bits of a mantissa. A bfloat16 of exponent 7 counts ones from 128 on, a float16 of
+exponent 10 from 1024 on. One `fma` subtracts the contribution of the bits around the code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import triton.language as tl
 from moe_core.kernels.device.casts import INTERPRET
 from moe_core.kernels.device.registers import join_last, unpack
 
-# In the texts below $0, $1, ... are the pairs' numbers, then comes the word; with zero points a pair to be added, and
-# last, where numbers are scaled, a pair of factors.  -0.0 as addend keeps the sign of zeros.
+# Operands of the assembly below: $0, $1, ... are the values of the pairs, then comes the word. With zero points, a pair
+# to add follows. Where values are scaled, a pair of factors comes last. -0.0 as addend keeps the sign of zeros.
 
 
 @triton.constexpr_function
 def _text(bits: int, scaled: bool, symmetric: bool, float16: bool) -> str:
-    """Codes p and p + 16 / bits of a word as pair p: 128 + code (float16: 1024 + code), minus as much.
+    """Assembly in which codes p and p + 16 / bits of a word form pair p.
 
-    bfloat16 has 7 bits of mantissa.  Bytes are 128 + (low 7 bits) there, minus 256, or 128 where the highest bit is
-    set, makes byte - 128, to which 128 - zero point is added.
+    A pair is 128 + code (float16: 1024 + code), minus the same constant. bfloat16 has 7 bits of mantissa. So bytes are
+    128 + (low 7 bits), minus 256, or minus 128 if the highest bit is set. That gives byte - 128, to which 128 - zero
+    point is added.
     """
     kind, ones, one = ("f16x2", "0x64006400", "0x3c003c00") if float16 else ("bf16x2", "0x43004300", "0x3f803f80")
     count, high_bits = 32 // bits, bits == 8 and not float16
@@ -50,10 +51,10 @@ def _text(bits: int, scaled: bool, symmetric: bool, float16: bool) -> str:
 
 
 def _unshifted(low: str, high: str, added: str, factor: str = "") -> tl.constexpr:
-    """4-bit codes times `low`, those of bits 4 to 7 times `high`, plus `added`, times `factor`; the word is $8.
+    """Assembly for 4-bit codes times `low`, plus `added`, times `factor`.
 
-    A bfloat16 whose sign and exponent are zeros, but for the exponent's last bit, counts 2^-133: in bits 0 to 7 of each
-    half codes need no shift.
+    Codes of bits 4 to 7 are multiplied by `high` instead. The word is $8. A bfloat16 whose sign and exponent are zero,
+    except for the exponent's last bit, counts multiples of 2^-133. So codes in bits 0 to 7 of each half need no shift.
     """
     lines = ["mov.b32 w, $8;"]
     for first in (0, 4):
@@ -70,10 +71,10 @@ def _unshifted(low: str, high: str, added: str, factor: str = "") -> tl.constexp
 
 
 _UNSHIFTED = _unshifted("$9", "$10", "$11")
-# a, b, c: 2^127, 2^123, -2^-3
+# a, b, c: 2^127, 2^123, -2^-3.
 _UNSHIFTED_64THS = _unshifted("a", "b", "c")
 _UNSHIFTED_ZEROS = _unshifted("a", "b", "$9", "$10")
-# $0, $1, $2 of a float32 $3, rounded: the number itself, times 2^-4 and times -8 * 2^-133
+# $0, $1, $2 from a float32 $3, rounded: the value itself, times 2^-4, and times -8 * 2^-133.
 _FACTORS = tl.constexpr(
     "{ .reg .b32 c; cvt.rn.bf16x2.f32 $0, $3, $3; "
     "mov.b32 c, 0x3d803d80; mul.rn.bf16x2 $1, $0, c; mov.b32 c, 0x80088008; mul.rn.bf16x2 $2, $0, c; }"
@@ -82,7 +83,10 @@ _FACTORS = tl.constexpr(
 
 @triton.jit
 def pair(x, dtype: tl.constexpr):
-    """int32: float32 `x`, rounded to `dtype`, twice; `x` itself in the interpreter, and where numbers are float32."""
+    """Two copies of float32 `x`, rounded to `dtype`, in an int32.
+
+    In the interpreter, and where values are float32, `x` itself.
+    """
     if INTERPRET or dtype == tl.float32:
         return x
     else:
@@ -92,7 +96,7 @@ def pair(x, dtype: tl.constexpr):
 
 @triton.jit
 def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
-    """What the functions with zero points get for float32 ones, which go up to 2^BITS."""
+    """Operand for float32 zero points up to 2^BITS, as the functions with zero points take it."""
     if INTERPRET or dtype == tl.float32:
         return zero
     elif dtype == tl.float16:
@@ -105,9 +109,9 @@ def zero_offset(zero, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def in_columns(values, U: tl.constexpr = 4):
-    """[N, 8 W] or [N, 4 W] in the columns' order, of the eight or four numbers [N, W] of words (`asm_values`).
+    """[N, 8 W] or [N, 4 W] in column order, from the values of `asm_values`.
 
-    U words of each thread follow one another.
+    Those are eight or four [N, W]. U words of each thread are consecutive.
     """
     N: tl.constexpr = values[0].shape[0]
     W: tl.constexpr = values[0].shape[1]
@@ -115,14 +119,15 @@ def in_columns(values, U: tl.constexpr = 4):
     numbers = join_last(values[:4])
     if S == 2:
         numbers = tl.join(numbers, join_last(values[4:]))
-    # of a word: its half j, pair i, step s; units of 4 threads t x U words u: [unit, t, u, j, i, s]
+    # Word index to column index: half j, pair i and step s of a word; units of 4 threads t x U words u: [unit, t,
+    # u, j, i, s].
     numbers = numbers.reshape(N, W // (4 * U), 4, U, 2, 2, S).permute(0, 1, 3, 6, 4, 2, 5)
     return numbers.reshape(N, 4 * S * W)
 
 
 @triton.jit
 def _interpreted(words, zero, scale, BITS: tl.constexpr):
-    """In float32; few operations, since the interpreter takes its time for each."""
+    """Values in float32, in few operations, because the interpreter is slow for each."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     CODES: tl.constexpr = 32 // BITS
@@ -134,9 +139,10 @@ def _interpreted(words, zero, scale, BITS: tl.constexpr):
 
 @triton.jit
 def asm_values(ASM: tl.constexpr, COUNT: tl.constexpr, INPUTS: tl.constexpr, operands, dtype: tl.constexpr):
-    """COUNT times [N, W] of `dtype`: $0, $1, ... of asm with the `operands`, the first of which are words [N, W].
+    """COUNT values [N, W] of `dtype`: outputs $0, $1, ... of the assembly.
 
-    Of 4-bit codes the eight are codes p and p + 4 of each pair p, of 8-bit ones the four are p and p + 2.
+    The first of the `operands` are words [N, W]. Of 4-bit codes, each pair p holds codes p and p + 4; of 8-bit codes, p
+    and p + 2.
     """
     tl.static_assert(dtype == tl.float16 or dtype == tl.bfloat16, "numbers are bfloat16 or float16")
     OPERANDS: tl.constexpr = "=h," * COUNT + INPUTS
@@ -144,7 +150,7 @@ def asm_values(ASM: tl.constexpr, COUNT: tl.constexpr, INPUTS: tl.constexpr, ope
         ASM,
         OPERANDS,
         operands,
-        # no variable: Triton would make a tensor of it
+        # Not a variable, because Triton would convert it to a tensor.
         dtype=[tl.float16] * COUNT if dtype == tl.float16 else [tl.bfloat16] * COUNT,
         is_pure=True,
         pack=1,
@@ -153,7 +159,7 @@ def asm_values(ASM: tl.constexpr, COUNT: tl.constexpr, INPUTS: tl.constexpr, ope
 
 @triton.jit
 def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
-    """The 32 / BITS numbers of `integers`, as `asm_values`; `dtype` has 16 bits."""
+    """The 32 / BITS values of `integers`, as `asm_values`; `dtype` has 16 bits."""
     asm: tl.constexpr = _text(BITS, scale is not None, offset is None, dtype == tl.float16)
     operands = (words,)
     if offset is not None:
@@ -165,14 +171,20 @@ def integer_values(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def unshifted_int4(words, factor):
-    """(code - 8) * factor * 2^-133, as `asm_values`; `factor` float32 [N, 1] below 2^127 is rounded first."""
+    """(code - 8) * factor * 2^-133, as `asm_values`.
+
+    `factor` float32 [N, 1], below 2^127, is rounded first.
+    """
     low, high, eight = tl.inline_asm_elementwise(_FACTORS, "=&r,=r,=r,f", [factor], [tl.int32] * 3, True, 1)
     return asm_values(_UNSHIFTED, 8, "r,r,r,r", (words, low, high, eight), tl.bfloat16)
 
 
 @triton.jit
 def unshifted_zeros(words, zero, scale):
-    """(code - zero) * scale, as `asm_values`; float32 `zero` and `scale` [N, 1], rounded first, below 2^121."""
+    """(code - zero) * scale, as `asm_values`.
+
+    `zero` and `scale` float32 [N, 1], below 2^121, are rounded first.
+    """
     offset = pair(zero * -0.015625, tl.bfloat16)
     factor = pair(scale * 64.0, tl.bfloat16)
     return asm_values(_UNSHIFTED_ZEROS, 8, "r,r,r", (words, offset, factor), tl.bfloat16)
@@ -186,10 +198,10 @@ def int4_64ths(words):
 
 @triton.jit
 def integers(words, offset, scale, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Codes less their zero points, or less the middle code where `offset` is None, times `scale` if there is one.
+    """Codes minus their zero points, times `scale`.
 
-    - `offset` [N, W], see `zero_offset`
-    - `scale` [N, W]: a `pair` of `dtype`, by which numbers are rounded; float32 where numbers are
+    - `offset` [N, W]: see `zero_offset`; None subtracts the middle code
+    - `scale` [N, W]: a `pair` of `dtype`, by which values are rounded; float32 where values are; or None
     """
     if INTERPRET or dtype == tl.float32:
         middle = 8.0 if BITS == 4 else 128.0

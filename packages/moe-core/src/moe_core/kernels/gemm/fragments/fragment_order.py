@@ -1,27 +1,28 @@
-"""Codes in the order in which the registers of the tensor cores hold them.
+"""Codes in the order in which tensor-core registers hold them.
 
-A thread of `mma.m16n8k16` (and of `wgmma`, whose warps hold the same) keeps of each row and every 16 columns the
-numbers 2t, 2t + 1, 2t + 8 and 2t + 9, where t is its number among four.  So an int32 word has codes that one thread
-needs, and the words of a thread follow one another:
+A thread of `mma.m16n8k16` (and of `wgmma`, whose warps hold the same) keeps, for each row and every 16 columns, values
+2t, 2t + 1, 2t + 8 and 2t + 9, where t is its index among four. So an int32 word holds codes that one thread needs, and
+the words of a thread are consecutive:
 
     4 bits, units of 128 columns   word 4t + u, bits 4p + 16i:      column 32u + 16s + 8j + 2t + i, with p = 2s + j
     8 bits, units of 64 columns    word 4t + s, bits 8j + 16i:      column 16s + 8j + 2t + i
 
-for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1.  Rows are filled up with zeros to whole steps of 128
-columns.  Words are block-major: those that all rows have of one step lie together, so that what a program reads at a
-time is one piece of memory.
+for t, u, s (8 bits) of 0 to 3 and i, j, s (4 bits) of 0 and 1. Rows are padded with zeros to whole steps of 128
+columns. Words are block-major: the words of all rows for one step are contiguous, so that a program reads one piece of
+memory at a time.
 
-Numbers of e2m1 (a sign, two bits of exponent, one of mantissa) lie so that a word, rotated to the left, has one of each
-half where bfloat16 has them (sign 15, exponent 8 and 7, mantissa 6):
+Codes of e2m1 (sign, two exponent bits, one mantissa bit) are placed so that a word rotated left has one code of each
+half where bfloat16 needs it (sign 15, exponent 8 and 7, mantissa 6):
 
     p = 0   not rotated                     p = 2   by 10
     p = 1   by 4                            p = 3   by 14, its mantissa by 6
 
-Tensor cores of 8-bit numbers have four consecutive columns in a register.  Numbers of e2m1 that become e4m3 ("e4m3"):
+8-bit tensor cores hold four consecutive columns per register. Codes of e2m1 that become e4m3 (order "e4m3"):
 
     word 4t + u:    magnitudes at bits 16h + 4j, signs at bit 8j + 7 - 4h:      column 32u + 16h + 4t + j
 
-for h of 0 and 1 and j of 0 to 3, so that a half's magnitudes select four bytes and its signs lie where those need them.
+for h of 0 and 1 and j of 0 to 3. So the magnitudes of a half select four bytes, and its signs are where those bytes
+need them.
 """
 
 from __future__ import annotations
@@ -36,12 +37,23 @@ from moe_core.kernels.gemm.fragments._fragment_bits import columns_apart, e2m1_b
 from moe_core.kernels.ops._backend import use_triton
 from moe_core.kernels.ops.layout import interleave_halves
 
-#: columns of a step, and words of a unit
+#: Columns of a step, and words of a unit.
 STEP, WORDS = 128, 16
 
 
 def empty_words(experts: int, rows: int, columns: int, bits: int, device: torch.device) -> Tensor:
-    """Room for the words of so many rows and columns: int32 [E, steps, rows, words of a step]."""
+    """Allocate words for a matrix.
+
+    Args:
+        experts: Number of experts.
+        rows: Number of rows.
+        columns: Number of columns.
+        bits: Bits per code.
+        device: Device of the words.
+
+    Returns:
+        Uninitialized int32 [E, steps, rows, words of a step].
+    """
     return torch.empty(experts, -(-columns // STEP), rows, STEP * bits // 32, dtype=torch.int32, device=device)
 
 
@@ -54,12 +66,24 @@ def order_words(
     interleaved: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """int32 [E, steps, rows, words] of ``codes`` uint8 [E, rows, ceil(columns * bits / 8)], the even of 4-bit ones low.
+    """Reorder codes into words.
 
-    ``order``: what words are made for, "integers", "e2m1" that is to become 16-bit numbers, or "e4m3";
-    ``interleaved``: the rows are two halves, interleaved in blocks of 8 (:func:`interleave`).  Any device, on a GPU one
-    pass; ``backend`` "torch" or "triton" insists.
-    Raises TensorError for codes of another shape or dtype.
+    This runs on any device, on a GPU in one pass.
+
+    Args:
+        codes: uint8 [E, rows, ceil(columns * bits / 8)]; of 4-bit codes, even columns are the low bits.
+        columns: Number of columns.
+        bits: Bits per code.
+        order: Use of the words: "integers", "e2m1" (becomes 16-bit values) or "e4m3".
+        interleaved: Whether the rows are two halves, to be interleaved in blocks of 8 (:func:`interleave`).
+        backend: "auto", or "torch" or "triton" to force one.
+
+    Returns:
+        int32 [E, steps, rows, words].
+
+    Raises:
+        ConfigError: The order does not support codes of ``bits`` bits.
+        TensorError: The codes have another shape or dtype.
     """
     if (order, bits) not in ARRANGEMENTS:
         known = ", ".join(f"{name!r} of {size} bits" for name, size in ARRANGEMENTS)
@@ -73,7 +97,7 @@ def order_words(
     if words.numel() == 0:
         return words
     if interleaved and rows % 16:
-        # rows that fill up blocks of 8 are not written
+        # Rows that pad blocks of 8 are not written.
         words.zero_()
     width = words.shape[1] * words.shape[3]
     on_gpu = use_triton(codes, backend)
@@ -92,9 +116,13 @@ def order_words(
 
 
 def as_words(codes: Tensor) -> Tensor:
-    """uint8 [E, rows, bytes] as int32 [E, rows, ceil(bytes / 4)]: a view, or, where rows are no whole words, padded.
+    """View bytes as words, padding rows that are not whole words.
 
-    Padded rows start at multiples of 16 bytes.
+    Args:
+        codes: uint8 [E, rows, bytes].
+
+    Returns:
+        int32 [E, rows, ceil(bytes / 4)]. Padded rows start at multiples of 16 bytes.
     """
     if codes.shape[2] % 4:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[2] % 16))
@@ -104,12 +132,26 @@ def as_words(codes: Tensor) -> Tensor:
 
 
 def interleaved_rows(rows: int) -> int:
-    """Rows of two halves interleaved in blocks of 8."""
+    """Return the number of rows of two halves that are interleaved in blocks of 8.
+
+    Args:
+        rows: Rows of both halves.
+
+    Returns:
+        The number of rows, with each half padded to whole blocks.
+    """
     return -(-(rows // 2) // 8) * 16
 
 
 def interleave(x: Tensor) -> Tensor:
-    """[E, 2N, ...] with gate and up rows interleaved in blocks of 8, each half padded with zeros to whole blocks."""
+    """Interleave gate and up rows in blocks of 8.
+
+    Args:
+        x: [E, 2N, ...], gate rows followed by up rows.
+
+    Returns:
+        The interleaved tensor, with each half padded with zeros to whole blocks.
+    """
     experts, rows = x.shape[:2]
     if rows % 16:
         halves = x.new_zeros(experts, 2, interleaved_rows(rows) // 2, *x.shape[2:])
@@ -119,8 +161,8 @@ def interleave(x: Tensor) -> Tensor:
 
 
 _Operation = Callable[[Tensor], Tensor]
-#: by order and bits: how a unit's 64 bytes come, in which order of these dimensions words have them, and what is done
-#: with the words then
+#: By order and bits: dimensions of a unit's 64 source bytes, the order of these dimensions in the words, and the
+#: operations that are then applied to the words.
 ARRANGEMENTS: dict[tuple[str, int], tuple[tuple[int, ...], tuple[int, ...], tuple[_Operation, ...]]] = {
     ("integers", 4): ((4, 4, 4), (2, 0, 1), (columns_apart,)),  # [u, p, t] to [t, u, p]
     ("integers", 8): ((4, 2, 4, 2), (2, 0, 3, 1), ()),  # [s, j, t, i] to [t, s, i, j]
@@ -140,7 +182,10 @@ def _ordered(codes: Tensor, bits: int, order: str) -> Tensor:
 
 
 def _launch(codes: Tensor, out: Tensor, bits: int, interleaved: bool, order: str) -> None:
-    """``codes`` [E, rows, bytes] have rows of whole int32, which need not fill the words of ``out``."""
+    """Launch the kernel; ``codes`` [E, rows, bytes] have rows of whole int32.
+
+    They need not fill the words of ``out``.
+    """
     import triton
 
     from moe_core.kernels.gemm.fragments._fragment_kernels import COMPILED, order_kernel

@@ -1,4 +1,4 @@
-"""One call of a fused layer: its tensors, and what activation schemes ask of it."""
+"""One call of a fused layer: its tensors, and the helpers that activation schemes use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from moe_core.kernels.ops.sort import QuantizeRows, Schedule, sort_pairs
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer of two weights; ``x`` [rows, K], which are codes with ``x_scale`` [rows, groups] if given."""
+    """One call of a layer.
+
+    Attributes:
+        w13: Weight of gemm1.
+        w2: Weight of gemm2.
+        x: [rows, K] hidden states, or codes if ``x_scale`` is given.
+        routing: Routing, or the batch.
+        plan: Launch configurations.
+        workspace: Workspace tensors by name.
+        adapters: LoRA adapters of the call, or None.
+        x_scale: [rows, groups] scales of ``x``, or None.
+    """
 
     w13: GemmWeight
     w2: GemmWeight
@@ -30,23 +41,32 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """Rows of h; batched: of all buffers."""
+        """Rows of h; batched: rows of all buffers."""
         return self.routing.num_pairs
 
     @property
     def by_pair(self) -> Rows:
-        """What a row of a tensor by pair is to the tile kernel; batched rows are all the same."""
+        """Meaning of tile rows in a tensor by pair; for batched rows all meanings agree."""
         return "pair" if isinstance(self.routing, Routing) else "position"
 
     @property
     def by_token(self) -> Rows:
-        """What a row of x is to it."""
+        """Meaning of tile rows in x."""
         return "token" if isinstance(self.routing, Routing) else "position"
 
     def order(
         self, rows: QuantizeRows | None = None, *, positions: bool = False, zero: Tensor | None = None
     ) -> Schedule:
-        """Sort the pairs (batched: list the tiles), and quantise ``rows`` and clear ``zero`` beside that."""
+        """Sort the pairs (batched: list the tiles).
+
+        Args:
+            rows: Rows that the same launch quantizes, or None.
+            positions: Whether to return the sorted position of each pair.
+            zero: Tensor that the same launch clears, or None.
+
+        Returns:
+            The schedule of the tiles.
+        """
         routing, plan, work = self.routing, self.plan, self.workspace
         if isinstance(routing, Batch):
             return batch_rows(routing, plan.block_m, workspace=work, rows=rows, zero=zero, pdl=plan.pdl)
@@ -65,7 +85,14 @@ class Call:
     def quantize(
         self, rows: QuantizeRows, in_use: InUse | None = None, positions: Tensor | None = None, by_expert: bool = False
     ) -> None:
-        """Quantise ``rows``, by pair or others ``in_use``, by a launch of its own; see `quantize_rows`."""
+        """Quantize ``rows`` in a separate launch; see `quantize_rows`.
+
+        Args:
+            rows: Rows, destination and quantization.
+            in_use: Selector of the rows in use; None selects the pairs in use.
+            positions: Sorted position of each pair, or None to quantize in place.
+            by_expert: Whether the result depends on the expert.
+        """
         x_scale = None if positions is None else self.x_scale
         in_use, pdl = in_use or self.routing.in_use, self.plan.pdl
         quantize_rows(rows, in_use, positions=positions, by_expert=by_expert, x_scale=x_scale, pdl=pdl)
@@ -73,22 +100,55 @@ class Call:
     def order_and_quantize(
         self, rows: QuantizeRows, scatters: bool, *, by_expert: bool = False, zero: Tensor | None = None
     ) -> Schedule:
-        """As :meth:`order`; ``scatters``: ``rows`` of x go straight into the sorted order, by a launch of its own."""
+        """Sort the pairs and quantize ``rows`` of x.
+
+        Args:
+            rows: Rows, destination and quantization.
+            scatters: Whether rows go straight into the sorted order, which takes a separate launch.
+            by_expert: Whether the result depends on the expert.
+            zero: Tensor that the sort clears, or None.
+
+        Returns:
+            The schedule of the tiles.
+        """
         order = self.order(None if scatters else rows, positions=scatters, zero=zero)
         if scatters:
             self.quantize(rows, positions=order.positions, by_expert=by_expert)
         return order
 
     def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
-        """Whether the warp-specialised kernel is asked for, and can read the weight and these rows."""
+        """Whether the warp-specialized kernel is requested and can read the weight and these rows.
+
+        Args:
+            config: Launch configuration of the GEMM.
+            weight: Weight of the GEMM.
+
+        Returns:
+            True if it can; never with adapters.
+        """
         special = weight.warp_specialised
         reads = special is not None and weight.matrix is not None and self.plan.block_m in special.rows
         return config.warp_specialised and reads and self.adapters is None
 
     def quantized(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Scratch memory for the values and scales of ``name``: "x", "h" or "sorted"."""
+        """Return the workspaces for quantized rows.
+
+        Args:
+            name: "x", "h" or "sorted".
+
+        Returns:
+            Values, and scales or None.
+        """
         return self.workspace[f"{name}_values"], self.workspace.get(f"{name}_scales")
 
     def partials(self, split: int, columns: int) -> Tensor:
-        """[pairs * split, columns] float32 of programs that share k loops."""
+        """Return the workspace for split-K partial sums.
+
+        Args:
+            split: Number of programs that share a k loop.
+            columns: Columns of the result.
+
+        Returns:
+            float32 [pairs * split, columns].
+        """
         return self.workspace["partials"][: self.pairs * split * columns].view(-1, columns)

@@ -1,6 +1,7 @@
-"""Activations that are rounded in groups of columns: in the launch that sorts, and in gemm1's epilogue.
+"""Activations quantized in groups of columns.
 
-The groups of a tile have their scales in the program that computes it, so that h needs no launch of its own.
+x is quantized during the sort, h in gemm1's epilogue. All columns of a group are in the tile of one program, so that h
+needs no separate launch.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from moe_core.kernels.gemm.tiles.launch import OperandA, Result, Rows, constant
 from moe_core.kernels.ops.sort import QuantizeRows, Schedule
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: scatters rows into the sorted order only above this many pairs
+#: Number of pairs above which rows are scattered into the sorted order.
 MIN_SCATTERED_PAIRS = 256
 
 
 @dataclass(frozen=True, eq=False)
 class GroupScheme(ActivationScheme):
-    """Values of ``dtype`` in groups of ``group`` columns; of h in tiles of ``block`` columns.
+    """Activations quantized in groups of columns.
 
-    - ``quantize``: `@triton.jit` function of the tile kernel's form, which gets the tensor that values go to
-    - ``scale_dtype`` of stored scales, one for each group; None: values hold them
-    - ``scatters``: x goes straight into the sorted order where gemm1 is computed by the warp-specialised kernel
-    - ``keeps_range``: router weights may multiply gemm1's product in place of x
+    Attributes:
+        quantize: `@triton.jit` function of the tile kernel's form, which receives the destination tensor.
+        dtype: Dtype of the values.
+        group: Columns per group.
+        block: Columns of a tile of h.
+        scale_dtype: Dtype of stored scales, one per group; None if the values include them.
+        scatters: Whether x goes straight into the sorted order where the warp-specialized kernel computes gemm1.
+        keeps_range: Whether router weights may multiply gemm1's product instead of x.
     """
 
     quantize: Any
@@ -57,7 +62,16 @@ class GroupScheme(ActivationScheme):
         return quantized(name, rows, columns, self.dtype, self.scale_dtype, columns // self.group)
 
     def rows(self, values: Tensor, scales: Tensor | None, which: Rows) -> OperandA:
-        """Operand A."""
+        """Return operand A for quantized rows.
+
+        Args:
+            values: [rows, columns].
+            scales: [rows, groups], or None.
+            which: Meaning of a tile row.
+
+        Returns:
+            The operand.
+        """
         if scales is None:
             return OperandA((values, values.stride(0)), which)
         warp_specialised = (scales, scales.stride(0))
@@ -73,13 +87,13 @@ class GroupScheme(ActivationScheme):
         return order, self.rows(values, scales, "position" if scatters else call.by_token)
 
     def _scatters(self, call: Call) -> bool:
-        # there is no room for a batch
+        # The batched format has no workspace for it.
         fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.w13)
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 
     def result(self, call: Call) -> Result:
         if call.adapters is not None:
-            # gemm2's adapters read h before it is quantised
+            # gemm2's adapters read h before it is quantized.
             return Result.of(call.workspace["h"], block=constant(self.block))
         values, scales = call.quantized("h")
         return Result.of(
@@ -94,12 +108,13 @@ class GroupScheme(ActivationScheme):
     def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         values, scales = call.quantized("h")
         if call.adapters is not None:
-            # every group of every pair is a row here
+            # Treat every group of every pair as a row.
             wide, groups = (each.view(-1, self.group) for each in (call.workspace["h"][: call.pairs], values))
             of_groups = None if scales is None else scales.view(-1)
             call.quantize(QuantizeRows(wide, groups, of_groups, self.quantize, self.group, (groups,)), ("all", ()))
         rows, columns = self.rows(values, scales, which), call.w2.k
         if call.w13.interleaved and columns % self.block:
-            # a tile of gemm1 is half as wide in h, so that columns of the last one may not be written
+            # A tile of gemm1 is half as wide in h, so that some columns of the last block may not be
+            # written.
             return replace(rows, arguments=(*rows.arguments, columns))
         return rows

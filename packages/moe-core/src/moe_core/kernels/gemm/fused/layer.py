@@ -1,18 +1,18 @@
-"""The fused MoE layer, from hidden states to the layer's output; every scheme runs through this pipeline.
+"""The fused MoE layer, from hidden states to output: the pipeline of all schemes.
 
-    sort       (token, expert) pairs by expert; beside it x is quantised          one launch, two for many pairs
-    gemm1      h = act(x w13^T + b13), quantised in the epilogue where it can be
+    sort       (token, expert) pairs by expert; the same launch quantizes x       one launch, two for many pairs
+    gemm1      h = act(x w13^T + b13), quantized in the epilogue where possible
     gemm2      y[pair] = weight * (h w2^T + b2)
     finalize   out[token] = sum over its pairs of y, in float32
 
-In the batched format rows arrive grouped by expert: there is neither sort nor finalize, gemm2 writes the output.  With
-few tokens several programs share the k loop of a tile (split-K); for gemm1 a further launch adds their partials up,
-activates and quantises.  Router weights multiply gemm2's result, or x (`apply_router_weight_on_input`).  LoRA deltas
-are added before the bias.
+In the batched format, rows arrive grouped by expert. Then there is neither sort nor finalize, and gemm2 writes the
+output. With few tokens, several programs share the k loop of a tile (split-K). For gemm1, another launch then adds the
+partial sums, applies the activation and quantizes. Router weights multiply gemm2's result, or x
+(`apply_router_weight_on_input`). LoRA deltas are added before the bias.
 
-What differs among schemes are typed, frozen objects that are made once, when the layer is: two weights
-(`moe_core.kernels.gemm.tiles.launch.GemmWeight`) and an activation scheme (`moe_core.kernels.gemm.fused.scheme`).  All
-scratch memory is the caller's, nothing is read before it is written, and there is no host synchronisation.
+Schemes differ only in typed, frozen objects that are built once per layer: two weights
+(`moe_core.kernels.gemm.tiles.launch.GemmWeight`) and an activation scheme (`moe_core.kernels.gemm.fused.scheme`). The
+caller owns all workspace tensors. Nothing is read before it is written, and the host never synchronizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,14 @@ from moe_core.spec.lora import LoRA
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """What calls share: ``w13`` (gate rows, then up rows, or interleaved) and ``w2``, scheme and activation."""
+    """Layer state that all calls share.
+
+    Attributes:
+        w13: Weight of gemm1: gate rows followed by up rows, or interleaved.
+        w2: Weight of gemm2.
+        scheme: Activation scheme.
+        activation: Activation between the GEMMs.
+    """
 
     w13: GemmWeight
     w2: GemmWeight
@@ -64,15 +71,18 @@ class FusedLayer:
         lora: LoRA | None = None,
         x_scale: Tensor | None = None,
     ) -> None:
-        """Write the layer's output to ``out`` [M, K]: sum over slots of weight * (w2 act(w13 x + b13) + b2).
+        """Write out = sum over slots of weight * (w2 act(w13 x + b13) + b2).
 
-        - ``x`` [M, K] bfloat16, float16 or float32, columns contiguous, any row stride; ``out`` [M, K] likewise
-        - ``routing``: an id that is negative, too large, or mapped to no local expert adds nothing
-        - or a `Batch`: ``x`` and ``out`` [E, T_max, K]; rows beyond an expert's number are neither read nor written,
-          results are not weighted, and there is no split-K
-        - ``workspace``: the tensors of the scheme's ``workspaces``, by name, for at least M tokens
-        - ``lora``: adapters, with the number of each token's (batched: row's)
-        - ``x_scale`` [M, groups]: ``x`` are codes already, as the scheme makes them; of whole blocks of columns
+        Args:
+            x: [M, K] bfloat16, float16 or float32, with contiguous columns and any row stride. Batched: [E, T_max, K];
+                rows beyond an expert's count are not read.
+            out: [M, K], as ``x``. Batched: [E, T_max, K]; rows beyond an expert's count are not written.
+            routing: Routing, or a `Batch`. An id that is negative, too large, or not mapped to a local expert adds
+                nothing. Batched results are not weighted, and batched k loops are not split.
+            plan: Launch configurations.
+            workspace: Tensors of the scheme's ``workspaces`` by name, for at least M tokens.
+            lora: Adapters, with the adapter index of each token (batched: row), or None.
+            x_scale: [M, groups]; ``x`` then holds codes in the scheme's format, of whole blocks of columns.
         """
         if isinstance(routing, Batch):
             x, out = x.flatten(0, 1), out.flatten(0, 1)
@@ -83,7 +93,7 @@ class FusedLayer:
             return
         adapters = None
         if lora is not None:
-            # launches of the adapters lie between those of the layer
+            # The launches of the adapters run between those of the layer.
             plan = TilePlan(self.w13.tile_config(plan.gemm1), self.w2.tile_config(plan.gemm2))
             adapters = Adapters(lora, routing, workspace, uniform=plan.gemm1.uniform)
         call = Call(self.w13, self.w2, x, routing, plan, workspace, adapters, x_scale)
@@ -99,7 +109,7 @@ class FusedLayer:
         config, routing = call.plan.gemm1, call.routing
         weight, activation = self.w13, self.activation
         lora = None if call.adapters is None else call.adapters.delta("w13", call.x, by_pair=False)
-        # the rows of adapters have an order of their own
+        # The rows of adapters have a separate order.
         by_pair = call.by_pair if lora is not None or self.scheme.h_by_pair else "position"
         h = result = self.scheme.result(call)
         split = config.split_k > 1 and isinstance(routing, Routing)
@@ -124,7 +134,7 @@ class FusedLayer:
         return y, config.split_k
 
     def _multiply(self, call: Call, gemm: Gemm) -> None:
-        """By the warp-specialised kernel where that fits, else by the tile kernel."""
+        """Run the warp-specialized kernel where it is applicable, otherwise the tile kernel."""
         special, a = gemm.weight.warp_specialised, gemm.a
         if (
             special is not None

@@ -1,4 +1,4 @@
-"""Activations in 16 or 32 bits, which may be quantised and dequantised before (QDQ).
+"""16- or 32-bit activations, optionally quantized and dequantized first (QDQ).
 
 Columns are gathered where those of the weights are permuted or pre-scaled.
 """
@@ -22,13 +22,17 @@ from moe_core.spec.workspace import WorkspaceSpec
 
 @dataclass(frozen=True, eq=False)
 class RowQuantizer:
-    """What rows of x and h become, each by a launch of its own or beside the sort.
+    """Quantization of whole rows of x and h, in a separate launch or during the sort.
 
-    - ``quantize``: `@triton.jit` function of the tile kernel's form, which gets the tensor of ``dtype`` that values go
-      to, then ``x_arguments`` or ``h_arguments``
-    - ``stores_scales``: rows have a float32 scale each; else values hold them
-    - ``by_expert``: the result depends on a row's expert (static scales)
-    - ``keeps_range``: router weights may multiply gemm1's product in place of x
+    Attributes:
+        quantize: `@triton.jit` function of the tile kernel's form, which receives the destination tensor, then
+            ``x_arguments`` or ``h_arguments``.
+        dtype: Dtype of the values.
+        x_arguments: Further arguments for rows of x.
+        h_arguments: Further arguments for rows of h.
+        stores_scales: Whether each row has a stored float32 scale; otherwise the values include it.
+        by_expert: Whether the result depends on a row's expert (static scales).
+        keeps_range: Whether router weights may multiply gemm1's product instead of x.
     """
 
     quantize: Any
@@ -40,16 +44,30 @@ class RowQuantizer:
     keeps_range: bool = True
 
     def job(self, rows: Tensor, values: Tensor, scales: Tensor | None, first: bool) -> QuantizeRows:
-        """To ``values`` and their ``scales``; ``first``: the ``rows`` are those of x."""
+        """Return the job that quantizes rows.
+
+        Args:
+            rows: Source rows.
+            values: Destination of the values.
+            scales: Destination of the scales, or None.
+            first: Whether the rows are those of x; otherwise those of h.
+
+        Returns:
+            The job.
+        """
         arguments = values, *(self.x_arguments if first else self.h_arguments)
         return QuantizeRows(rows, values, scales, self.quantize, whole_row(values.shape[1]), arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class PlainScheme(ActivationScheme):
-    """x and h in the dtype of x, or as ``rows`` makes them.
+    """x and h in the dtype of x, or as ``rows`` quantizes them.
 
-    ``x`` and ``h_columns``: columns as w13 and w2 have them; ``gathered``: whether any are gathered.
+    Attributes:
+        x: Columns of x as w13 requires them.
+        h_columns: Columns of h as w2 requires them.
+        gathered: Whether columns of either are gathered.
+        rows: Quantization of rows, or None.
     """
 
     x: Columns
@@ -68,9 +86,9 @@ class PlainScheme(ActivationScheme):
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
         config, pairs, rows = shape.config, shape.pairs, self.rows
         hidden, inner = padded(config.hidden_size), padded(config.intermediate_size)
-        # what x is multiplied into has its exponents, what quantised h is made of needs more
+        # Gathered x has the exponent range of x; h before quantization needs more.
         wide = config.dtype if rows is None or rows.dtype is config.dtype else shape.wide
-        # of quantised rows gemm2 reads the values, and its adapters h itself
+        # With quantized rows, gemm2 reads the values, and its adapters read h itself.
         phase = None if rows is None or config.is_lora_enabled else BEFORE_GEMM2
         specs = (
             WorkspaceSpec("h", (pairs, inner), wide, phase),
@@ -118,7 +136,10 @@ class PlainScheme(ActivationScheme):
     # -------------------------------------------------------------- kinds of rows
 
     def _gathered(self, call: Call, name: str, source: Tensor, columns: Columns) -> OperandA:
-        """Rows by pair of "x", a row for each token, or "h", by pair; columns as the weight has them."""
+        """Gather rows by pair: of "x" (one source row per token) or of "h" (one per pair).
+
+        Columns are ordered as the weight requires.
+        """
         by_token, k, width = name == "x", columns.k, padded(columns.k)
         x = call.workspace["gathered"].flatten()[: call.pairs * width].view(call.pairs, width)
         gather_columns(source[:, :k], x, columns, call.routing, by_token=by_token, pdl=call.plan.pdl)
@@ -131,13 +152,16 @@ class PlainScheme(ActivationScheme):
     def _quantized(self, call: Call, values: Tensor, scales: Tensor | None, which: Rows, k: int) -> OperandA:
         if scales is not None:
             return OperandA((values, scales, values.stride(0), 1, 0, None), which)
-        # the warp-specialised kernel would leave h in sorted order; batched rows have one order
+        # The warp-specialized kernel would leave h in sorted order. Batched rows have only one order.
         special = None if self.h_by_pair and call.by_pair == "pair" else _special(call, which, k)
         return OperandA((values, values.stride(0)), which, warp_specialised=special)
 
     @staticmethod
     def _plain(call: Call, x: Tensor, columns: Columns, which: Rows, present: int, *, padded_rows: bool) -> OperandA:
-        """Rows of ``present`` columns as they are; ``padded_rows``: up to whole tiles there is room to read."""
+        """Return rows of ``present`` columns unchanged.
+
+        ``padded_rows``: whether memory up to whole tiles may be read.
+        """
         k, index, pre_scales = columns.k, columns.index, columns.pre_scales
         indexed = columns.indexes(present)
         reachable = not indexed and has_aligned_rows(x)
@@ -155,8 +179,11 @@ class PlainScheme(ActivationScheme):
 
 
 def _special(call: Call, which: Rows, k: int) -> tuple[int, ...] | None:
-    """What the warp-specialised kernel gets of rows of k columns; None: it can't read them."""
+    """Return the warp-specialized kernel's arguments for rows of k columns.
+
+    The result is None if it cannot read them.
+    """
     if which != "token":
         return ()
-    # gathered by the kernel itself, as the compiler knows it can: 32 bytes at a time
+    # The kernel gathers rows itself, 32 bytes at a time, the alignment that the compiler can prove.
     return (call.routing.top_k,) if k % 16 == 0 else None

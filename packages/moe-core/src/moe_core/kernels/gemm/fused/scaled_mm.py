@@ -1,8 +1,11 @@
-"""Activations of 8 bits whose scales do not change along k: per token, per tensor (both dynamic), or per expert.
+"""8-bit activations whose scales do not change along k.
 
-Few rows per expert: x is quantised, or its largest magnitude found, beside the sort, and h while gemm2 loads it.  Many:
-both GEMMs read bytes.  Where gemm1 is computed by the warp-specialised kernel, and for static scales, x is scattered
-into the sorted order as it is quantised; a launch between the GEMMs quantises h (static: the epilogue).
+Scales are per token or per tensor (both dynamic), or per expert (static).
+
+With few rows per expert, x is quantized during the sort (or its largest magnitude is found there), and gemm2 quantizes
+h on load. With many rows, both GEMMs read bytes. Where the warp-specialized kernel computes gemm1, and for static
+scales, x is scattered into the sorted order as it is quantized. A launch between the GEMMs quantizes h; with static
+scales, the epilogue does.
 """
 
 from __future__ import annotations
@@ -33,40 +36,42 @@ from moe_core.kernels.ops.batch import Batch
 from moe_core.kernels.ops.sort import QuantizeRows, Schedule, clears_first, whole_row
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: rows of a tile up to which values may be quantised while they are loaded
+#: Rows of a tile up to which values may be quantized on load.
 MAX_ROWS_QUANTIZED_ON_LOAD = 32
-#: columns of h up to which programs are so short that a launch of its own quantises it faster
+#: Columns of h up to which programs are so short that a separate launch quantizes h faster.
 MAX_SHORT = 512
-#: rows per expert, in the mean, up to which gemm2 may quantise h while it loads it: beyond, room for it would cost more
-#: than the launch that it saves
+#: Mean rows per expert up to which gemm2 may quantize h on load. Beyond that, the workspace costs more than the launch
+#: that it saves.
 MAX_MEAN_ON_LOAD = 128
 
-#: of the activations' scales
+#: Granularity of the activation scales.
 Granularity = Literal["token", "tensor", "static"]
 _TILE = TileFunctions(
     device.open_values, load_values, device.open_weights, device.load_weights, device.multiply_codes, device.scale_acc
 )
-#: what gemm1 leaves of h, see `moe_core.kernels.gemm.tiles.launch.Result`
+#: What gemm1 stores about h, see `moe_core.kernels.gemm.tiles.launch.Result`.
 _AMAX_KINDS = {"token": "row", "tensor": "tensor", "static": "nan"}
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledMMFunctions:
-    """An element type of 8 bits, int8 or e4m3, by its `@triton.jit` functions; see
-    `moe_core.kernels.gemm.tiles.tile_kernel`.
+    """Device functions of an 8-bit element type, int8 or e4m3.
 
-    Weights as stored have e4m3 numbers in bfloat16 beside them (`moe_core.kernels.gemm.as_stored`).
+    See `moe_core.kernels.gemm.tiles.tile_kernel` for the functions. Defaults are those of
+    `moe_core.kernels.gemm.tiles.scaled_mm`; other scales and weights use others. Weights as stored use e4m3 values in
+    bfloat16 (`moe_core.kernels.gemm.as_stored`).
 
-    Defaults are those of `moe_core.kernels.gemm.tiles.scaled_mm`; others go with other scales and weights.
-
-    - ``tile``: of the tile kernel
-    - ``load_unquantized``: its `load_a` of rows that are quantised while they are loaded; None where they cannot be
-    - ``quantize_row``: a row by a scale of its own; ``quantize_static``: by the scale of its expert
-    - ``flags_nan``: codes have no NaN, so that rows are flagged: see
-      `moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`
-    - ``packed``: weights of so many columns lie in an element, 0: other functions read them; where it is one, the
-      warp-specialised kernel reads them too, and many rows may go straight into the sorted order
-    - ``block_k``: depth of a step, 128 or a divisor of it
+    Attributes:
+        dtype: Dtype of the activation values.
+        tile: Functions of the tile kernel.
+        load_unquantized: `load_a` for rows that are quantized on load; None if unsupported.
+        quantize_row: Quantizes a row by its own scale.
+        quantize_static: Quantizes by the scale of the expert.
+        packed: Weight columns per element; 0 if other functions read the weights. With 1, the warp-specialized kernel
+            reads them too, and many rows may go straight into the sorted order.
+        block_k: Columns of a k-loop step, 128 or a divisor of it.
+        flags_nan: Whether codes cannot represent NaN, so that rows are flagged; see
+            `moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`.
     """
 
     dtype: torch.dtype
@@ -81,11 +86,19 @@ class ScaledMMFunctions:
     def weight(
         self, weights: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, extra: tuple[Any, ...] = ()
     ) -> GemmWeight:
-        """Weights [E, rows of all halves, K] with scales [E, rows, 1] or [E, halves]; ``rows`` of one half.
+        """Build the weight of a GEMM.
 
-        Row-major, or block-major as `weight_strides` has them.
-        ``packed`` of the ``columns`` K lie in an element of ``weights``.
-        ``extra`` goes behind what `device.open_weights` takes, for functions of a scheme's own.
+        Args:
+            weights: [E, rows of all halves, K], row-major, or block-major as in `weight_strides`. An element holds
+                ``packed`` columns.
+            scales: [E, rows, 1] or [E, halves].
+            bias: [E, rows of all halves], or None.
+            rows: Rows of one half.
+            columns: K.
+            extra: Arguments after those of `device.open_weights`, for scheme-specific functions.
+
+        Returns:
+            The weight.
         """
         half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
         strides = (scales.stride(0), half, row, *extra)
@@ -113,11 +126,17 @@ E4M3 = ScaledMMFunctions(torch.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class ScaledMMScheme(ActivationScheme):
-    """Rows of ``functions``' type with a scale each, or one for all.
+    """8-bit rows with one scale each, or with one scale for all.
 
-    ``x_scale`` and ``h_scale`` [E] of static ones.  ``scale_dtype`` of scales in scratch memory.  ``quantize_on_load``:
-    few rows may be quantised while they are loaded, if ``functions`` can.  A dynamic scale per tensor spans the tokens,
-    then the pairs, that have a local expert, as far as they are finite.
+    A dynamic scale per tensor spans the finite values of the tokens (for h: the pairs) that have a local expert.
+
+    Attributes:
+        functions: Element type.
+        granularity: Granularity of the scales.
+        x_scale: [E] static scales of x, or None.
+        h_scale: [E] static scales of h, or None.
+        scale_dtype: Dtype of scales in the workspace.
+        quantize_on_load: Whether few rows may be quantized on load if ``functions`` support that.
     """
 
     functions: ScaledMMFunctions
@@ -128,7 +147,7 @@ class ScaledMMScheme(ActivationScheme):
     quantize_on_load: bool = True
 
     def weights_first(self, has_lora: bool) -> bool:
-        # what shares a scale with others must have its weight before it is quantised
+        # Rows that share a scale must be weighted before they are quantized.
         return has_lora or self.granularity != "token"
 
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
@@ -147,33 +166,34 @@ class ScaledMMScheme(ActivationScheme):
             *quantized("sorted", scattered, width, element, scale),
             WorkspaceSpec("amax", (max(pairs, 2),), torch.int32),
             WorkspaceSpec("h", (few, inner), shape.wide),
-            # of more rows gemm2 reads codes alone
+            # For more rows, gemm2 reads codes only.
             WorkspaceSpec("many_h", (h_rows if h_rows > few else 0, inner), shape.wide, BEFORE_GEMM2),
             *quantized("h", pairs, inner, element, scale),
         )
 
-    # -------------------------------------------------------------- what a call makes of it
+    # -------------------------------------------------------------- decisions per call
 
     def _quantizes_on_load(self, call: Call) -> bool:
-        """Whether rows are few, and may be quantised while they are loaded."""
+        """Whether rows are few enough to be quantized on load."""
         loads = self.quantize_on_load and self.functions.load_unquantized is not None
         return loads and call.plan.block_m <= MAX_ROWS_QUANTIZED_ON_LOAD
 
     def _quantizes_h_on_load(self, call: Call) -> bool:
-        few_launches = call.plan.gemm1.split_k > 1  # where launches are a good part of the time
-        # one scale for all says nothing of a row, and who loads a part of it can't know
+        few_launches = call.plan.gemm1.split_k > 1  # launch overhead dominates
+        # One scale for all does not identify the row with a NaN, and a program that loads part of a row cannot
+        # find it.
         kinds = ("token",) if self.functions.flags_nan else ("token", "tensor")
         loads = self.granularity in kinds and self._quantizes_on_load(call) and self._h(call) is call.workspace["h"]
         return loads and (few_launches or call.w2.k > MAX_SHORT)
 
     @staticmethod
     def _h(call: Call) -> Tensor:
-        """Room for h before it is quantised."""
+        """Return the workspace of h before quantization."""
         few = call.workspace["h"]
         return few if call.pairs <= few.shape[0] else call.workspace["many_h"]
 
     def _amax(self, call: Call) -> Tensor | None:
-        """Largest magnitudes of h, per row or [1]; or NaN flags of rows that hold a NaN."""
+        """Return the largest magnitudes of h, per row or [1]; or NaN flags per row."""
         amax, kind = call.workspace["amax"], self.granularity
         if kind == "tensor":
             return amax[:1]
@@ -189,9 +209,10 @@ class ScaledMMScheme(ActivationScheme):
         nan_flags: Tensor | None = None,
         by_row: bool = True,
     ) -> OperandA:
-        """Operand A of 8-bit values, or of others, which are quantised while they are loaded.
+        """Return operand A of 8-bit values, or of wider values that are quantized on load.
 
-        ``scales`` of rows, or of experts or all; of values to be quantised they may be the bits of largest magnitudes.
+        ``scales`` belong to rows, to experts or to all rows. For values that are quantized on load, they may be the
+        bits of largest magnitudes.
         """
         by_expert = 1 if self.granularity == "static" and not by_row else 0
         arguments = (values, scales, values.stride(0), int(by_row), by_expert, nan_flags)
@@ -204,7 +225,8 @@ class ScaledMMScheme(ActivationScheme):
 
     def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
         static, batched = self.granularity == "static", isinstance(call.routing, Batch)
-        # the warp-specialised kernel wants the rows of a tile side by side; a scale per expert every pair by itself
+        # The warp-specialized kernel needs the rows of a tile to be adjacent. A scale per expert needs every
+        # pair separately.
         side_by_side = static or call.warp_specialises(call.plan.gemm1, call.w13)
         scatters = side_by_side and not batched and not self._quantizes_on_load(call)
         x, work, which, zero = call.x, call.workspace, call.by_token, self._zeroed(call)
@@ -226,11 +248,15 @@ class ScaledMMScheme(ActivationScheme):
         return order, self._rows(call, values, scales, "position" if scatters else which)
 
     def _zeroed(self, call: Call) -> Tensor | None:
-        """What is to be cleared before gemm1."""
+        """Return the tensor to clear before gemm1."""
         return call.workspace["amax"][:2] if self.granularity == "tensor" else self._amax(call)
 
     def _order_with_amax(self, call: Call, positions: bool) -> tuple[Schedule, tuple[Tensor, int], InUse]:
-        """The order, magnitudes of x as `quantize_by_amax` takes them, and which rows of x they span."""
+        """Sort, and find the magnitudes of x.
+
+        Returns the order, the magnitudes as `quantize_by_amax` takes them, and the selector of the rows of x that they
+        span.
+        """
         x, found, raised, zero = call.x, call.workspace["x_amax"], call.workspace["amax"][1:2], self._zeroed(call)
         group = whole_row(x.shape[1])
         if isinstance(call.routing, Batch):
@@ -252,7 +278,10 @@ class ScaledMMScheme(ActivationScheme):
         amax: tuple[Tensor | None, int] | None = None,
         static: Tensor | None = None,
     ) -> QuantizeRows:
-        """Rows of ``x`` that become ``values``, with a scale for each: its own, ``static``, or that of ``amax``."""
+        """Return the job that quantizes ``x`` to ``values``.
+
+        The scale of each row is found from the row, or from ``amax``, or is ``static``.
+        """
         arguments: tuple[Any, ...]
         quantize, arguments = self.functions.quantize_row, (values,)
         if amax is not None:
@@ -264,7 +293,7 @@ class ScaledMMScheme(ActivationScheme):
     # -------------------------------------------------------------- h
 
     def _in_epilogue(self, call: Call) -> bool:
-        """Whether gemm1's epilogue quantises h; adapters read it before that."""
+        """Whether gemm1's epilogue quantizes h; adapters must read it before that."""
         return self.granularity == "static" and call.adapters is None
 
     def result(self, call: Call) -> Result:
@@ -277,7 +306,8 @@ class ScaledMMScheme(ActivationScheme):
 
     def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
         values, found = call.quantized("h")
-        # whole tiles of gemm1 may be narrower than whole blocks of h: columns behind its own may not be written
+        # Whole tiles of gemm1 may be narrower than whole blocks of h, so that columns behind its last one may
+        # not be written.
         wide, amax = self._h(call)[:, : call.w2.k], self._amax(call)
         if self._in_epilogue(call) and self.h_scale is not None:
             return self._rows(call, values, self.h_scale, which, amax, by_row=False)

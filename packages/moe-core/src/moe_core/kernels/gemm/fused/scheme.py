@@ -1,4 +1,4 @@
-"""Activation schemes: how the hidden states x and the intermediate h become operands of the two GEMMs."""
+"""Activation schemes: how hidden states x and the intermediate h become GEMM operands."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ from moe_core.kernels.ops.sort import Schedule
 from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.spec.workspace import WorkspaceSpec
 
-#: columns of a tile of gemm1, and what rows of x and h are padded to a multiple of
+#: Columns of a gemm1 tile, and the multiple that rows of x and h are padded to.
 TILE = 128
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """A layer's largest call: ``num_tokens`` M, or rows T_max of each expert's buffer."""
+    """Size of a layer's largest call.
+
+    Attributes:
+        config: Configuration of the layer.
+        num_tokens: Tokens M; batched: rows T_max of each expert's buffer.
+    """
 
     config: FusedMoEConfig
     num_tokens: int
 
     @property
     def batched(self) -> bool:
+        """Whether activations are in the batched format."""
         return self.config.activation_format is FusedMoEActivationFormat.BATCHED
 
     @property
@@ -47,41 +53,91 @@ class CallShape:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of h before it is quantised: 16 bits of float16 do not hold what an activation function may make."""
+        """Dtype of h before quantization: float16 cannot hold every activation function's output."""
         return torch.bfloat16 if self.config.dtype is torch.bfloat16 else torch.float32
 
 
 class ActivationScheme(ABC):
-    """How x and h become operands.  It holds what does not depend on the call: functions, static scales, sizes."""
+    """How x and h become operands.
 
-    #: whether rows of h are pairs also where gemm1 could leave them in sorted order
+    A scheme holds only what does not depend on the call: functions, static scales and sizes.
+
+    Attributes:
+        h_by_pair: Whether rows of h are pairs even where gemm1 could leave them in sorted order.
+    """
+
+    #: Whether rows of h are pairs even where gemm1 could leave them in sorted order.
     h_by_pair: bool = False
 
     @abstractmethod
     def operands(self, shape: CallShape) -> tuple[WorkspaceSpec, ...]:
-        """Scratch memory of x and h as they are multiplied."""
+        """Return the workspaces of x and h as operands.
+
+        Args:
+            shape: Size of the largest call.
+
+        Returns:
+            Specifications of the workspace tensors.
+        """
 
     @abstractmethod
     def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
-        """Sort the pairs (batched: list the tiles); x as operand A of gemm1."""
+        """Sort the pairs (batched: list the tiles) and prepare x.
+
+        Args:
+            call: The call.
+
+        Returns:
+            The schedule, and x as operand A of gemm1.
+        """
 
     @abstractmethod
     def result(self, call: Call) -> Result:
-        """Where gemm1's epilogue leaves h, and how it is quantised there."""
+        """Return where gemm1's epilogue stores h, and how it quantizes h.
+
+        Args:
+            call: The call.
+
+        Returns:
+            The destination.
+        """
 
     @abstractmethod
     def h(self, call: Call, order: Schedule, which: Rows) -> OperandA:
-        """h as operand A of gemm2; its rows are ``which`` of the tile kernel's."""
+        """Return h as operand A of gemm2.
+
+        Args:
+            call: The call.
+            order: The schedule.
+            which: Meaning of a tile row in h.
+
+        Returns:
+            The operand.
+        """
 
     def weights_first(self, has_lora: bool) -> bool:
-        """Whether router weights on the input multiply x itself, before it is quantised, and not gemm1's product.
+        """Whether router weights on the input multiply x itself before quantization.
 
-        Adapters read x too.
+        Otherwise they multiply gemm1's product. Adapters read x too.
+
+        Args:
+            has_lora: Whether the call has adapters.
+
+        Returns:
+            True if x is weighted first.
         """
         return has_lora
 
     def workspaces(self, shape: CallShape, splits: bool) -> tuple[WorkspaceSpec, ...]:
-        """All scratch memory of the layer; ``splits``: k loops may be split."""
+        """Return all workspaces of the layer.
+
+        Args:
+            shape: Size of the largest call.
+            splits: Whether k loops may be split.
+
+        Returns:
+            Specifications of the workspace tensors.
+        """
         config, has_lora = shape.config, shape.config.is_lora_enabled
         on_input = config.apply_router_weight_on_input and not shape.batched
         weighted = on_input and self.weights_first(has_lora)
@@ -100,9 +156,18 @@ class ActivationScheme(ABC):
 def quantized(
     name: str, rows: int, columns: int, dtype: torch.dtype, scale_dtype: torch.dtype | None, *groups: int
 ) -> tuple[WorkspaceSpec, ...]:
-    """Values [rows, columns] and their scales [rows], or [rows, groups] (None: values hold them), of ``name``.
+    """Return the workspaces of quantized rows.
 
-    "x" and "sorted" are read before gemm2 alone.
+    Args:
+        name: "x", "h" or "sorted". "x" and "sorted" are read before gemm2 only.
+        rows: Number of rows.
+        columns: Columns of the values.
+        dtype: Dtype of the values.
+        scale_dtype: Dtype of the scales; None if the values include them.
+        groups: Scales per row; without it, scales are [rows].
+
+    Returns:
+        Specifications of the values [rows, columns], and of the scales [rows] or [rows, groups] if there are any.
     """
     phase = BEFORE_GEMM2 if name in ("x", "sorted") else None
     values = WorkspaceSpec(f"{name}_values", (rows, columns), dtype, phase)
@@ -112,5 +177,13 @@ def quantized(
 
 
 def padded(columns: int, block: int = TILE) -> int:
-    """Columns with whole blocks."""
+    """Round the number of columns up to whole blocks.
+
+    Args:
+        columns: Number of columns.
+        block: Columns of a block.
+
+    Returns:
+        The smallest sufficient multiple of ``block``.
+    """
     return -(-columns // block) * block

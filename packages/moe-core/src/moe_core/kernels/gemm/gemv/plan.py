@@ -1,4 +1,4 @@
-"""The layer for few tokens: two products of weights with the vector of each pair.
+"""The layer for few tokens: two matrix-vector products per pair.
 
     gemm1     h[pair] = act(w13 x)
     gemm2     y[pair] = weight * (w2 h[pair])
@@ -24,11 +24,17 @@ from moe_core.kernels.ops.reduce import reduce_pairs
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """One launch: gemm1 with an ``activation``, gemm2, which follows it, without.
+    """One launch: gemm1 (with an ``activation``) or gemm2 (without), which follows it.
 
-    ``out`` [pairs, intermediate size] of ``x`` [tokens, hidden size], or float32 [pairs, hidden size] of ``x`` [pairs,
-    intermediate size].  ``finalizes``: gemm2 of a plan that says ``fuse_finalize``, to the layer's [tokens, hidden
-    size].
+    Attributes:
+        x: gemm1: [tokens, hidden size]; gemm2: [pairs, intermediate size].
+        out: gemm1: [pairs, intermediate size]; gemm2: float32 [pairs, hidden size].
+        routing: Routing of the call.
+        config: Launch parameters.
+        pdl: Whether the launch overlaps with its neighbors.
+        activation: Activation of gemm1; None for gemm2.
+        finalizes: Whether gemm2 sums the pairs (``fuse_finalize`` of the plan); ``out`` is then the layer's output
+            [tokens, hidden size].
     """
 
     x: Tensor
@@ -42,7 +48,16 @@ class Product:
     def start(
         self, kernel: Any, programs: int, weight: Any, b_args: tuple[Any, ...], form: tuple[Any, ...], **constants: Any
     ) -> None:
-        """With what all kernels get; ``weight`` has ``n``, ``k`` and a ``bias``, ``b_args`` are the kernel's own."""
+        """Launch a kernel with the arguments that all GEMV kernels share.
+
+        Args:
+            kernel: The kernel.
+            programs: Number of programs.
+            weight: Object with ``n``, ``k`` and a ``bias``.
+            b_args: Kernel-specific weight arguments.
+            form: Kernel-specific compile-time parameters.
+            constants: Further constants and launch options.
+        """
         launch(
             kernel,
             (programs,),
@@ -65,30 +80,61 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class GemvLayer(ABC):
-    """A layer whose weights are multiplied by vectors; made once, like a `FusedLayer`."""
+    """A layer whose weights are multiplied by vectors; built once, like a `FusedLayer`.
+
+    Attributes:
+        activation: Activation between the products.
+    """
 
     activation: Activation
 
     @abstractmethod
     def reads(self, x: Tensor) -> bool:
-        """Whether the kernels can read the activations."""
+        """Whether the kernels can read the activations.
+
+        Args:
+            x: Hidden states.
+
+        Returns:
+            True if they can.
+        """
 
     def operand(
         self, name: Literal["x", "h"], values: Tensor, routing: Routing, workspace: Mapping[str, Tensor], pdl: bool
     ) -> Tensor:
-        """``values``, x [tokens, hidden size] or h by pair, as they are multiplied."""
+        """Return activations as they are multiplied; unchanged by default.
+
+        Args:
+            name: "x" or "h".
+            values: x [tokens, hidden size], or h by pair.
+            routing: Routing of the call.
+            workspace: Workspace tensors by name.
+            pdl: Whether launches overlap.
+
+        Returns:
+            The operand.
+        """
         return values
 
     @abstractmethod
     def multiply(self, product: Product) -> None:
-        """Start one product."""
+        """Launch one product.
+
+        Args:
+            product: The product.
+        """
 
     def __call__(
         self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
     ) -> None:
-        """As a `FusedLayer`, for ``x`` of one token, or a few, that :meth:`reads` takes.
+        """Write the layer's output to ``out``, as a `FusedLayer` does.
 
-        ``workspace`` has "h" [pairs, whole tiles of columns] and room for y in "partials".
+        Args:
+            x: [M, K] of one token or a few, which :meth:`reads` accepts.
+            out: [M, K].
+            routing: Routing of the call.
+            plan: Launch parameters.
+            workspace: Workspace tensors by name: "h" [pairs, whole tiles of columns], and "partials" with space for y.
         """
         h, columns, pdl = workspace["h"], out.shape[1], plan.pdl
         x = self.operand("x", x, routing, workspace, pdl)

@@ -1,4 +1,7 @@
-"""The layer for few tokens (`moe_core.kernels.gemm.gemv.plan`) with 8-bit weights and activations."""
+"""The layer for few tokens with 8-bit weights and activations.
+
+See `moe_core.kernels.gemm.gemv.plan` for the layer.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,27 @@ from torch import Tensor
 from moe_core.kernels.gemm.gemv.plan import GemvLayer, Product
 from moe_core.kernels.gemm.tiles.launch import GemmWeight, constant, weight_strides
 
-#: columns of a block of block-major weights
+#: Columns of a block of block-major weights.
 BLOCK = 128
-#: columns of a step that a thread reads, and words that these are
+#: Columns of a step that one thread reads, and the number of words they occupy.
 COLUMNS = 16
 WORDS = 4
-#: products of e4m3 that are added up in float16: an error of a quarter of what rounding to bfloat16 makes
+#: Number of e4m3 products summed in float16. The error is a quarter of that of rounding to bfloat16.
 SUMMED = 4
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledGemvLayer(GemvLayer):
-    """Weights of int8 or e4m3 with activations that are quantised alike.
+    """Weights of int8 or e4m3 with activations quantized to the same type.
 
-    ``w13`` and ``w2`` have the arguments that `moe_core.kernels.gemm.gemv.scaled_kernel` takes, but for the depth of a
-    step. ``quantize``: groups of ``group`` columns, of the tile kernel's form; None, and 0: whole vectors, by
-    ``x_scale`` and ``h_scale`` [E] where they are static.
+    Attributes:
+        w13: Weight of gemm1, with the arguments of `moe_core.kernels.gemm.gemv.scaled_kernel` except the depth of a
+            step.
+        w2: Weight of gemm2, likewise.
+        quantize: Function of the tile kernel's form for groups of ``group`` columns; None quantizes whole vectors.
+        group: Columns per group; 0 for whole vectors.
+        x_scale: [E] static scales of x, or None.
+        h_scale: [E] static scales of h, or None.
     """
 
     w13: GemmWeight
@@ -37,7 +45,16 @@ class ScaledGemvLayer(GemvLayer):
     h_scale: Tensor | None = None
 
     def reads(self, x: Tensor) -> bool:
-        """Whether the kernels can read the weights, which is in whole 16 bytes; activations lie anyhow."""
+        """Whether the kernels can read the weights, in whole 16 bytes.
+
+        Activations may have arbitrary alignment.
+
+        Args:
+            x: Hidden states.
+
+        Returns:
+            True if rows of both weights are aligned and K is a multiple of 16.
+        """
         return all(weight.aligned and weight.k % COLUMNS == 0 for weight in (self.w13, self.w2))
 
     def multiply(self, product: Product) -> None:
@@ -45,13 +62,12 @@ class ScaledGemvLayer(GemvLayer):
 
         config, routing, activation = product.config, product.routing, product.activation
         weight, scale = (self.w2, self.h_scale) if activation is None else (self.w13, self.x_scale)
-        # of each half
         weights, scales, _, _, _, *others = weight.arguments
         halves = 2 if activation is not None and activation.gated else 1
         pairs = routing.top_k if product.finalizes else 1
         rows = config.block_n // halves // pairs
         lanes = config.block_w // WORDS
-        # float32 results are to be as exact as float32
+        # float32 results must have float32 accuracy.
         summed = 1 if product.x.dtype is torch.float32 else SUMMED
         product.start(
             scaled_gemv_kernel,

@@ -1,13 +1,13 @@
-"""GEMV for few tokens of 8-bit codes with scales of rows, matrices or blocks, and activations of 8 bits.
+"""GEMV for few tokens: 8-bit codes with row, matrix or block scales, 8-bit activations.
 
-A program multiplies ROWS rows of one expert (gated: of each half) by the vector of one pair; or, in gemm2, ROWS rows
-of the experts of all pairs of a token, each by a group of warps, and adds up the results.  A warp reads whole rows, 16
-codes a thread; the codes of the next DEPTH steps are on their way to registers.  Every program quantises its vectors by
-itself, into shared memory, so that there is neither a sort nor a launch before.
+A CTA multiplies ROWS rows of one expert (gated: of each half) by the vector of one pair. In gemm2 it may instead
+multiply ROWS rows of the experts of all pairs of a token, one warp group per pair, and sum the results. A warp reads
+whole rows, 16 codes per thread. The codes of the next DEPTH steps are in flight to registers. Every CTA quantizes its
+vectors into shared memory, so that no sort and no other launch is needed before.
 
-Codes of int8 are multiplied four at a time (`dp4a`).  Those of e4m3 are multiplied in float16, two at a time, which is
-exact, and a few products are added up there: half the instructions of float32.  Beyond that, sums are those of the tile
-kernel but for the order in which float32 is added up.
+int8 codes are multiplied four at a time (`dp4a`). e4m3 codes are multiplied in float16, two at a time, which is exact,
+and a few products are summed there, with half the instructions of float32. Beyond that, sums equal those of the tile
+kernel except for the order of float32 additions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from moe_core.kernels.gemm.tiles.schedule import expert_of, locate_vector
 from moe_core.kernels.gemm.tiles.tile_kernel import finish_tile
 from moe_core.kernels.ops._quantize_kernels import INFINITY_BITS, magnitude_bits
 
-# columns of a block of block-major weights
+# Columns of a block of block-major weights.
 BLOCK = gl.constexpr(128)
-# what the vector's e4m3 are multiplied by: products are numbers of float16, and eight of the largest are, added up
+# Factor of the vector's e4m3 values: products then fit float16, and so does a sum of eight of the largest.
 SMALLER = gl.constexpr(2.0**-5)
 
 
 class ScaledGemvForm(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
-    - ``codes``: a tensor of the codes' type, int8 or e4m3
-    - ``summed``: so many products of e4m3, 1 to 8, are added up in float16 before they are in float32; 1 is exact
-    - ``quantize``: of the tile kernel's form, for groups of ``group`` columns of the vector; None, and 0: one scale for
-      all of it
-    - ``x_scales`` [E] of static activations, or None
+    Attributes:
+        codes: A tensor of the codes' dtype, int8 or e4m3.
+        summed: Number of e4m3 products, 1 to 8, that are summed in float16 before float32; 1 is exact.
+        quantize: Function of the tile kernel's form for groups of ``group`` columns of the vector; None for one scale
+            per vector.
+        group: Columns per group; 0 for one scale per vector.
+        x_scales: [E] static scales of the activations, or None.
     """
 
     codes: Any
@@ -52,8 +54,10 @@ class ScaledGemvForm(NamedTuple):
 
 @gluon.jit
 def _load_vectors(vectors, first, VECTORS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
-    """float32 TILE of `vectors`, (x, its row stride, K), from row `first` on; row r is step r / VECTORS of vector
-    r % VECTORS."""
+    """float32 TILE of `vectors` = (x, its row stride, K), from row `first` on.
+
+    Row r is step r / VECTORS of vector r % VECTORS.
+    """
     x, stride_x, K = vectors
     row = first + gl.arange(0, TILE[0], layout=gl.SliceLayout(1, layout))
     column = (row // VECTORS)[:, None] * TILE[1] + gl.arange(0, TILE[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -63,8 +67,10 @@ def _load_vectors(vectors, first, VECTORS: gl.constexpr, TILE: gl.constexpr, lay
 
 @gluon.jit
 def _row_scales(vectors, expert, form, STEPS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
-    """The scales of whole vectors, of the shape and layout of `expert` [vectors]: static, or found from their largest
-    magnitudes; NaN where codes can't say NaN."""
+    """Scales of whole vectors, in the shape and layout of `expert` [vectors].
+
+    They are static, or found from the largest magnitudes; NaN where codes cannot represent NaN.
+    """
     if form.x_scales is not None and form.codes.dtype.element_ty != gl.int8:
         return gl.load(form.x_scales + expert)
     else:
@@ -85,7 +91,10 @@ def _row_scales(vectors, expert, form, STEPS: gl.constexpr, TILE: gl.constexpr, 
 def _store_vectors(
     shared, vectors, scales, form, STEPS: gl.constexpr, VECTORS: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr
 ):
-    """Quantise the vectors: codes to shared[0], as words of int8 or of float16, and scales of groups to shared[1]."""
+    """Quantize the vectors into shared memory.
+
+    shared[0] receives the codes, as words of int8 or of float16; shared[1] the scales of groups.
+    """
     LANES: gl.constexpr = TILE[1] // 16
     of_rows = scales
     if form.group == 0:
@@ -98,7 +107,7 @@ def _store_vectors(
             GROUPS: gl.constexpr = TILE[1] // form.group
             groups = values.reshape([TILE[0] * GROUPS, form.group])
             codes, of_groups = form.quantize(groups, (form.codes,), 0, 1)
-            # one for each thread that multiplies its columns
+            # One scale for each thread that multiplies its columns.
             of_groups = gl.expand_dims(of_groups, 1).broadcast_to([TILE[0] * GROUPS, LANES // GROUPS])
             shared[1].index(row // TILE[0]).store(of_groups.reshape([TILE[0], LANES]))
             codes = codes.reshape(TILE)
@@ -111,7 +120,8 @@ def _store_vectors(
             a, b, c, d = split_last((codes.to(gl.int32) & 0xFF).reshape([TILE[0], 4 * LANES, 4]))
             target.store(a | (b << 8) | (c << 16) | (d << 24))
         else:
-            # two words at a time, those of all threads side by side: 16 numbers of a thread in a row would conflict
+            # Two words at a time, those of all threads adjacent: 16 consecutive values per thread would
+            # cause bank conflicts.
             numbers = (codes.to(gl.float32) * SMALLER).to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
             low, high = gl.split(numbers.reshape([TILE[0] // VECTORS, VECTORS, LANES, 2, 4, 2]))
             words = (low | (high << 16)).permute([0, 3, 1, 2, 4])
@@ -120,7 +130,7 @@ def _store_vectors(
 
 @gluon.jit
 def _of_thread(x, layout: gl.constexpr):
-    """[..., 4 * LANES] as four [..., LANES] in `layout`: what a thread has four of in a row."""
+    """[..., 4 * LANES] as four [..., LANES] in `layout`: a thread holds four in a row."""
     found = ()
     for part in gl.static_range(4):
         values = split_last(x.reshape(x.shape[:-1] + [x.shape[-1] // 4, 4]))[part]
@@ -138,8 +148,11 @@ def _by_vector(shared, VECTORS: gl.constexpr):
 
 @gluon.jit
 def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr):
-    """(for each word of codes the vector's words [VECTORS, LANES], one of int8 or two of float16; scales
-    [VECTORS, LANES], 1 where there are none) of a step."""
+    """(the vector's words for each word of codes, scales) of a step.
+
+    The words are [VECTORS, LANES], one of int8 or two of float16. Scales are [VECTORS, LANES], or 1 where there are
+    none.
+    """
     own: gl.constexpr = gl.SliceLayout(1, layout)
     four: gl.constexpr = gl.SliceLayout(
         1, gl.BlockedLayout([1, 1, 4], layout.threads_per_warp, layout.warps_per_cta, [2, 1, 0])
@@ -162,7 +175,7 @@ def _vectors_of(shared, step, form, VECTORS: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def _multiply_add(INSTRUCTION: gl.constexpr, words, x, acc):
-    """acc + `words` [VECTORS, ROWS, LANES] * x [VECTORS, LANES], as INSTRUCTION multiplies the numbers of a word."""
+    """acc + `words` [VECTORS, ROWS, LANES] * x [VECTORS, LANES], by INSTRUCTION."""
     x = gl.expand_dims(x, 1).broadcast_to(acc.shape)
     asm: gl.constexpr = INSTRUCTION + " $0, $1, $2, $3;"
     return gl.inline_asm_elementwise(asm, "=r,r,r,r", [words, x, acc], dtype=gl.int32, is_pure=True, pack=1)
@@ -170,7 +183,7 @@ def _multiply_add(INSTRUCTION: gl.constexpr, words, x, acc):
 
 @gluon.jit
 def _widen(word):
-    """The four e4m3 of a word as float16, two in a word."""
+    """The four e4m3 values of a word as float16, two per word."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -190,7 +203,7 @@ def _widen(word):
 
 @gluon.jit
 def _both(sums):
-    """The sum, in float32, of the two float16 of a word."""
+    """The float32 sum of the two float16 values of a word."""
     low, high = gl.inline_asm_elementwise(
         "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
         "=f,=f,r",
@@ -204,7 +217,10 @@ def _both(sums):
 
 @gluon.jit
 def _add(acc, words, factor, x, layout: gl.constexpr, form):
-    """acc [VECTORS, ROWS, LANES] + products of `words` and a step of the vectors, times `factor` of groups."""
+    """acc [VECTORS, ROWS, LANES] + products of `words` and a step of the vectors.
+
+    With groups, the products are scaled by `factor`.
+    """
     numbers, scale = x
     words = _of_thread(words, layout)
     INTEGERS: gl.constexpr = form.codes.dtype.element_ty == gl.int8
@@ -229,7 +245,10 @@ def _add(acc, words, factor, x, layout: gl.constexpr, form):
 
 @gluon.jit
 def _load_step(pointers, factors, step, column, lane, local, K, stride_k, form):
-    """(words of each half's rows, weight scales of the lanes' groups) of a step; words of no `local` expert are 0."""
+    """(words of each half's rows, weight scales of the lanes' groups) of a step.
+
+    Words without a `local` expert are 0.
+    """
     words = ()
     scales = ()
     for half in gl.static_range(len(pointers)):
@@ -274,22 +293,23 @@ def scaled_gemv_kernel(
     ALONG_M: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = epilogue(w x[row]), N columns (of a half); programs by pair and ROWS rows of w.
+    """out[pair] = epilogue(w x[row]), N columns (of a half).
 
+    - One CTA per pair and ROWS rows of w
     - row_args, SECOND and ALONG_M as in `locate_vector`, result and epilogue as in the tile kernel
-    - VECTORS > 0, of gemm2: programs by token and ROWS rows, of all its VECTORS pairs at a time, whose results they add
-      up: out[token]; groups of warps have a pair each
+    - VECTORS > 0, of gemm2: one CTA per token and ROWS rows, for all its VECTORS pairs, which it sums: out[token]; each
+      warp group takes one pair
     - K is a multiple of 16
-    - b_args as `open_weights` of `moe_core.kernels.gemm.tiles.scaled_mm` has them, with steps of 128 columns; where
-      columns have groups (weights, scales [E, rows of blocks, groups], the same strides of weights, scales' expert and
-      row stride, rows of a block, a constant), gate and up each with its own last row of blocks
-    - LANES threads read a row, 16 columns each: K is STEPS times as many
+    - b_args as in `open_weights` of `moe_core.kernels.gemm.tiles.scaled_mm`, with steps of 128 columns. If columns have
+      groups: (weights, scales [E, rows of blocks, groups], the same strides of weights, scales' expert and row stride,
+      rows of a block (a constant)); gate and up each end with their own last row of blocks
+    - LANES threads read a row, 16 columns each; STEPS such steps cover K
     """
     begin_pdl(PDL and not SECOND)
     HALVES: gl.constexpr = 2 if epilogue.gated else 1
     WARPS: gl.constexpr = gl.num_warps()
     PAIRS: gl.constexpr = VECTORS if VECTORS > 0 else 1
-    # words of a thread, its sums, and 16 numbers of the vector
+    # Layouts of a thread's words, of its sums, and of 16 values of the vector.
     THREADS: gl.constexpr = [1, 32 // LANES, LANES]
     OF_WARPS: gl.constexpr = [PAIRS, WARPS // PAIRS, 1]
     tile: gl.constexpr = gl.BlockedLayout([1, 1, 4], THREADS, OF_WARPS, [2, 1, 0])
@@ -309,7 +329,7 @@ def scaled_gemv_kernel(
     first_pair, vector_row, block, own_expert = locate_vector(row_args, gl.cdiv(N, ROWS), SECOND, ALONG_M)
     local = None
     if VECTORS > 0:
-        # programs are by token
+        # CTAs are numbered by token.
         first_pair *= PAIRS
         vector_row = first_pair
         pair = first_pair + gl.arange(0, PAIRS, layout=of_pairs)
@@ -323,7 +343,7 @@ def scaled_gemv_kernel(
             return
         expert = own_expert + gl.arange(0, 1, layout=of_pairs)
     weights, scales, stride_e, stride_n, stride_k, scale_e, scale_half, scale_n = b_args
-    # of groups
+    # Rows of a block, where columns have groups.
     BLOCK_N: gl.constexpr = b_args[7] if form.group != 0 else 1
     column = gl.arange(0, 4 * LANES, layout=gl.SliceLayout(0, gl.SliceLayout(0, tile)))
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, summed)))
@@ -360,14 +380,14 @@ def scaled_gemv_kernel(
     for k in range(0, STEPS, DEPTH):
         following = ()
         for step in gl.static_range(DEPTH):
-            # behind the last step there are zeros of the weights
+            # Beyond the last step the weights are zeros.
             numbers = _vectors_of(shared, gl.minimum(k + step, STEPS - 1), form, PAIRS, summed)
             words, scales_of_step = ring[step]  # type: ignore[var-annotated]
             new = ()
             for half in gl.static_range(HALVES):
                 new += (_add(sums[half], words[half], scales_of_step[half], numbers, summed, form),)
             sums = new
-            # into the registers that this step has left
+            # Load into the registers that this step has freed.
             following += (_load_step(pointers, factors, k + step + DEPTH, column, lane, local, K, stride_k, form),)
         ring = following
     found = ()

@@ -1,9 +1,10 @@
 """Launch heuristics of every kernel family: (problem, tokens) -> launch configurations.
 
-Rows per expert decide, their mean and how they scatter.  With few, a call streams weights: tiles of 16 or 32 rows, and
-programs share the k loop of a tile (split-K) where tiles alone do not fill the device.  With many, the tensor cores
-decide: the more rows a tile has, the more products a loaded or dequantised weight enters.  The figures behind the
-thresholds are in docs/design.  No Triton here: plans are data.
+The number of rows per expert decides: its mean and its spread. With few rows, a call is bound by streaming weights.
+Then tiles have 16 or 32 rows, and programs share the k loop of a tile (split-K) where the tiles alone do not fill the
+device. With many rows, the tensor cores are the limit. Then taller tiles pay, because each loaded or dequantized weight
+enters more products. The measurements behind the thresholds are in docs/design. This package does not import Triton:
+plans are data.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from moe_core.kernels.gemm.plan import TilePlan
 
 __all__ = ["KERNELS", "Family", "LayerProblem", "gemv_plan", "launch_plan"]
 
-#: the state of the kernels that configurations are for: raised where one of them changes so that what was measured
-#: before (`moe tune`) says nothing of it any more
+#: Version of the kernels that the configurations were measured for. It is raised when a kernel changes so much that
+#: earlier measurements (`moe tune`) no longer apply.
 KERNELS = 9
-#: rows per expert, in the mean, up to which launches overlap (PDL): with more, they are a small part of the time, and
-#: programs that come early take room from the kernel before them; pairs, where int4 weights become int8
+#: Mean rows per expert up to which launches overlap (PDL). With more rows, launches are a small part of the time, and
+#: programs that start early take resources from the kernel before them. OVERLAPPING_PAIRS is the limit in pairs where
+#: int4 weights become int8.
 OVERLAPPING_ROWS, OVERLAPPING_PAIRS = 128, 64
 
 _HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as_stored": decoded_plan}
@@ -33,7 +35,17 @@ _HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as
 
 @lru_cache(maxsize=4096)
 def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
-    """The plan of a layer for ``tokens``: the one look-up of every family."""
+    """Return the launch plan of a layer for a number of tokens.
+
+    All kernel families look up their plans here.
+
+    Args:
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
+
+    Returns:
+        Launch configurations of both GEMMs.
+    """
     heuristic = _HEURISTICS[problem.family]
     plan = invariant_plan(heuristic, problem, tokens) if problem.batch_invariant else heuristic(problem, tokens)
     return replace(plan if problem.may_split else plan.unsplit(), pdl=_overlaps(problem, tokens))
@@ -49,5 +61,15 @@ def _overlaps(problem: LayerProblem, tokens: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
-    """As :func:`launch_plan`, of unsorted pairs: for one token, or a few that hardly share experts; or None."""
+    """Return the GEMV plan of a layer for a few tokens, or None.
+
+    The GEMV does not sort pairs. It suits one token, or a few tokens that hardly share experts.
+
+    Args:
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
+
+    Returns:
+        The plan, or None where tiles are faster or results must be batch invariant.
+    """
     return None if problem.batch_invariant else choose_gemv(problem, tokens)

@@ -1,7 +1,7 @@
-"""Launch configurations of a layer whose pairs are not sorted, for few tokens.
+"""Launch configurations of a layer for few tokens, whose pairs are not sorted.
 
-A pair reads its expert's weights, from L2 where another pair of that expert has just read them; tiles read them once
-for each expert that is reached, by random choice.
+Each pair reads its expert's weights, from L2 if another pair of that expert has just read them. Tiles read the weights
+of each reached expert once; which experts are reached depends on the routing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from moe_core.kernels.gemm.heuristics.mixed_input import RESIDENT_4, takes_8_row
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
 from moe_core.kernels.gemm.heuristics.tiles import MAX_PARTIALS, RESIDENT, steps_of
 
-#: pairs for each expert that is reached, up to which vectors are ahead of tiles on sm_90, for more than one token:
-#: (tokens up to which that holds, of experts of more than SMALL numbers, of smaller ones).  More tokens would gain a
-#: few per cent under uniform routing, but share more experts, and lose to tiles, under any other
+#: Pairs per reached expert up to which GEMV beats tiles on sm_90, for more than one token. Entries: (largest number of
+#: tokens, limit for experts of more than SMALL weights, limit for smaller experts). Admitting more tokens would gain a
+#: few percent under uniform routing, but would lose to tiles under any other routing, where pairs share more experts.
 SHARED: dict[str, tuple[tuple[float, float, float], ...]] = {
     "int4": ((4, 1.47, 1.47), (12, 1.3, 1.4), (16, 1.3, 1.3), (inf, 1.2, 1.2)),
     "int8": ((8, 1.5, 1.5), (12, 1.4, 1.4), (inf, 1.15, 1.15)),
@@ -27,43 +27,48 @@ SHARED: dict[str, tuple[tuple[float, float, float], ...]] = {
     "scaled int8": ((8, 1.4, 1.4), (12, 0.0, 1.4)),
 }
 SMALL = 14e6
-#: the same on GPUs without tiles of 8 rows
+#: The same limits on GPUs without tiles of 8 rows.
 SHARED_ELSEWHERE = {"int8": 1.15, "e4m3": 1.07}
-#: the most of more than FEW tokens where experts are on several ranks: rows that other ranks send have an expert here
-#: each, and share more than rows that may have none
+#: Upper bound on these limits for more than FEW tokens where experts are sharded over ranks. Every row received from
+#: another rank has a local expert, so received rows share experts more often than rows that may have none.
 SHARED_SENT = 1.2
 FEW = 4
-#: tokens of 8-bit weights and activations
+#: Largest number of tokens for 8-bit weights and activations.
 MOST_SCALED = 12
-#: bytes that pairs read again, from which on neighbouring programs have the same rows of weights; with less they have
-#: the same pair, and rows that lie side by side
+#: Bytes of repeated weight reads from which neighboring programs take the same weight rows. Below that, neighboring
+#: programs take the same pair and adjacent rows.
 AGAIN = 17e6
-#: warps of words that 132 multiprocessors hold at a time, 128 registers a thread; and parts of that many which are
-#: enough for a round, and for each of several
+#: Warps of the packed-word kernel that 132 SMs hold at a time with 128 registers per thread. FULL and FULL_ROUNDS are
+#: the fractions of it that suffice for a single wave, and for each of several waves.
 RESIDENT_WARPS = 4 * RESIDENT_4
 FULL = 0.6
 FULL_ROUNDS = 0.8
-#: columns of vectors up to which they have room in shared memory: numbers of e4m3 are float16 there, those beside e2m1
-#: stand in eight columns
+#: Longest vectors that fit in shared memory, in columns. Values of e4m3 are stored there as float16. Vectors multiplied
+#: with e2m1 are stored in eight columns.
 LONGEST = {"e4m3": 32768, "int8": 65536, "e2m1": 16384}
-#: intermediate size beyond which 8-bit weights take long steps in gemm2, from which int8 does not add up pairs there,
-#: and up to which e4m3 does: for one token, and for more
+#: Limits on the intermediate size for 8-bit weights in gemm2. Above LONG, gemm2 takes long steps. From LONG on, int8
+#: does not sum a token's pairs in gemm2. e4m3 sums them there up to SHORT for one token, and up to SHORTEST for more.
 LONG = 2048
 SHORT = 1024
 SHORTEST = 256
-#: hidden size from which int8 asks for three steps of 16 rows ahead
+#: Hidden size from which int8 prefetches three steps for tiles of 16 rows.
 DEEP = 4096
 
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Launch parameters of a matrix times a vector: ``block_n`` rows (of both halves), ``block_w`` words of each.
+    """Launch parameters of a matrix-vector product over packed words.
 
-    ``block_w`` words are multiplied at a time; ``num_stages`` times as many are requested ahead, by the kernel of 8-bit
-    weights and activations.  ``mma_sync``: 4-bit words are multiplied by `mma.sync`: four warps have 64 rows, or share
-    the columns of 32 or 16, and ``block_w`` words of each row are requested ahead.
-
-    ``along_m``: neighbouring programs have the same rows of weights, of all pairs; what pairs share comes from L2.
+    Attributes:
+        block_n: Rows of weights per program (of both halves if gated).
+        block_w: Words of each row that are multiplied at a time. With ``mma_sync``: words of each row that are
+            prefetched.
+        num_warps: Warps per program.
+        mma_sync: Whether to multiply 4-bit words by `mma.sync`. Four warps then take 64 rows, or share the columns of
+            32 or 16 rows.
+        num_stages: Number of ``block_w`` word blocks that the kernel of 8-bit weights and activations prefetches.
+        along_m: Whether neighboring programs take the same weight rows, for all pairs. Weights that pairs share then
+            come from L2.
     """
 
     block_n: int
@@ -76,10 +81,15 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """The layer by vectors.
+    """Launch parameters of the layer for few tokens.
 
-    ``fuse_finalize``: programs of gemm2 have all pairs of a token, in groups of warps, and add them up: a power of two,
-    at most one for each warp.  ``gemm2.block_n`` are then rows of all of them.  Words have one pair alone.
+    Attributes:
+        gemm1: Configuration of the first product.
+        gemm2: Configuration of the second product.
+        pdl: Whether launches overlap (programmatic dependent launch).
+        fuse_finalize: Whether gemm2 programs take all pairs of a token, one per warp group, and sum them. The number of
+            pairs must be a power of two, at most one per warp; packed words support one pair only. ``gemm2.block_n``
+            then counts the rows of all pairs.
     """
 
     gemm1: GemvConfig
@@ -88,7 +98,7 @@ class GemvPlan:
     fuse_finalize: bool = False
 
     def interpreted(self) -> GemvPlan:
-        """The same for Triton's interpreter, which knows neither dependent launches nor `mma.sync`."""
+        """Return this plan for Triton's interpreter, without dependent launches and `mma.sync`."""
         gemm1, gemm2 = (
             replace(config, mma_sync=False, block_w=128) if config.mma_sync else config
             for config in (self.gemm1, self.gemm2)
@@ -97,7 +107,15 @@ class GemvPlan:
 
 
 def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
-    """The plan for one token, or a few that share few experts; None for more."""
+    """Return the plan for one token, or for a few that share few experts; None for more.
+
+    Args:
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
+
+    Returns:
+        The plan, or None where tiles are faster.
+    """
     pairs, reached = tokens * problem.top_k, problem.reached(tokens)
     scaled = problem.family == "scaled_mm"
     by_mma_sync = problem.element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
@@ -120,10 +138,11 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
 
 
 def _shared(problem: LayerProblem, tokens: int, by_mma_sync: bool) -> float:
-    """Pairs for each expert that is reached, up to which vectors are ahead of tiles; 0 for more tokens than any.
+    """Return the pairs per reached expert up to which GEMV beats tiles.
 
-    Beside tiles of 16 rows of int4 a pair takes two thirds of the time of an expert, which takes less the more there
-    are.  Tiles of small experts use the memory worse; pairs of int8 have the least to do, and its tiles the most.
+    The result is 0 above every token limit. Compared with int4 tiles of 16 rows, a pair takes two thirds of the time of
+    an expert, and an expert takes less time the more experts there are. Tiles of small experts use memory bandwidth
+    worse. For int8, pairs are cheapest and tiles most expensive.
     """
     element, scaled = problem.element, problem.family == "scaled_mm"
     if element == "int4" and not takes_8_rows(problem):
@@ -133,13 +152,13 @@ def _shared(problem: LayerProblem, tokens: int, by_mma_sync: bool) -> float:
     kind: str = "e2m1 by mma.sync" if by_mma_sync else element
     if scaled:
         kind = f"scaled {element} in blocks" if element == "e4m3" and problem.group_size != -1 else f"scaled {element}"
-    # of one pair there is little to read besides
+    # With one pair per token there is little else to read.
     small = _expert(problem) <= SMALL or (element == "int4" and problem.top_k == 1)
     return next((limits[small] for most, *limits in SHARED[kind] if tokens <= most), 0.0)
 
 
 def _expert(problem: LayerProblem) -> int:
-    """Numbers of an expert's weights."""
+    """Return the number of weights of an expert."""
     return problem.hidden_size * problem.intermediate_size * (3 if problem.gated else 2)
 
 
@@ -148,9 +167,9 @@ def _has_room(problem: LayerProblem) -> bool:
 
 
 def _takes_scaled(problem: LayerProblem) -> bool:
-    """Whether vectors are for 8-bit weights and activations: two or three launches instead of four or five.
+    """Whether the GEMV handles 8-bit weights and activations.
 
-    Measured on sm_90 alone.
+    It takes two or three launches instead of four or five. Measured on sm_90 only.
     """
     hidden, size = problem.hidden_size, problem.intermediate_size
     if problem.capability != 90 or problem.bits != 8 or not problem.may_split or hidden % 16 or size % 16:
@@ -172,9 +191,10 @@ def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
 
 
 def _rows_of_half(problem: LayerProblem, tokens: int) -> int:
-    """16 rows of each half for a program of gemm1, or 8 for twice as many programs.
+    """Return the rows of each half per gemm1 program: 16, or 8 for twice as many programs.
 
-    With scales of blocks few programs are best in whole rounds of the GPU: those of 16 rows last twice as long.
+    With block scales, a small number of programs works best in full waves of the GPU: programs of 16 rows take twice as
+    long.
     """
     size, top_k = problem.intermediate_size, problem.top_k
     if problem.group_size == -1:
@@ -185,10 +205,10 @@ def _rows_of_half(problem: LayerProblem, tokens: int) -> int:
 
 
 def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
-    """The configuration of a gemm2 that adds up a token's pairs, where that is ahead of a launch more.
+    """Return the gemm2 configuration that sums a token's pairs, where that beats another launch.
 
-    A warp quantises the vector of its pair for a few rows alone, which is little work in int8; for e4m3 it is less than
-    a launch where vectors are short, and all programs run at a time.
+    Each warp quantizes the vector of its pair for a few rows only. That is cheap for int8. For e4m3 it costs less than
+    a launch where vectors are short and all programs run in one wave.
     """
     size, top_k, int8 = problem.intermediate_size, problem.top_k, problem.element == "int8"
     if top_k == 1:
@@ -209,11 +229,11 @@ def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
 
 
 def _mma_sync_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
-    """Long rows are shared by all four warps."""
+    """Return the `mma.sync` plan; all four warps share long rows."""
     if problem.hidden_size <= 2048:
         config = GemvConfig(32, 64, 4, mma_sync=True)
         return GemvPlan(config, config, pdl=True)
-    # few programs: more of a row is requested ahead
+    # Few programs: prefetch more of each row.
     ahead = 192 if tokens == 1 else 128
     return GemvPlan(GemvConfig(16, 128, 4, mma_sync=True), GemvConfig(16, ahead, 4, mma_sync=True), pdl=True)
 
@@ -227,9 +247,10 @@ def _words_plan(problem: LayerProblem, tokens: int, pdl: bool) -> GemvPlan:
 
 
 def _config(problem: LayerProblem, rows: int, tokens: int, words: int, block_n: int) -> GemvConfig:
-    """For ``rows`` of each token, of so many words; ``block_n`` of e4m3.
+    """Return the configuration for ``rows`` weight rows per token of ``words`` words each.
 
-    As few warps for the words of a row as leave enough for the GPU: what warps share goes through shared memory.
+    ``block_n`` applies to e4m3. Use as few warps per row as still fill the GPU, because results shared between warps go
+    through shared memory.
     """
     integers, bits = problem.element != "e4m3", problem.bits
     if problem.element != "e2m1" and (integers or words > 64):
@@ -242,7 +263,7 @@ def _config(problem: LayerProblem, rows: int, tokens: int, words: int, block_n: 
     if words <= 64:
         return GemvConfig(32, 32, 1 if bits == 4 else 4)
     if rows <= 16 * RESIDENT_4 and words >= 256:
-        # few programs: more of a row at a time
+        # Few programs: read more of each row at a time.
         return GemvConfig(16, 256, 4)
     if bits == 4:
         return GemvConfig(16, 256 if words >= 512 and words % 256 == 0 else 128, 1 if words <= 128 else 2)
@@ -250,6 +271,6 @@ def _config(problem: LayerProblem, rows: int, tokens: int, words: int, block_n: 
 
 
 def _fills(warps: int) -> bool:
-    """Whether so many warps are most of a round of the GPU, or of more, the last of which is not nearly empty."""
+    """Whether ``warps`` fill most of one wave, or several waves without a nearly empty tail."""
     rounds = steps_of(warps, RESIDENT_WARPS)
     return warps >= (FULL if rounds == 1 else FULL_ROUNDS) * rounds * RESIDENT_WARPS

@@ -1,14 +1,14 @@
 """Plans whose rows have the same bits for every number of tokens.
 
-Found by comparing bits on an H200 (docs/design/batch_invariance.md):
+Determined by comparing bits on an H200 (docs/design/batch_invariance.md):
 
-- free: rows and columns of a tile, its warps, stages, order and tensor maps, which operand comes first, dependent
-  launches; of int8 and of e4m3 with scales of blocks also the warp-specialised kernel
-- fixed: whether k loops are split; tiles, and not a product without tensor cores; whether a step's product is summed by
-  itself and how it is scaled; e4m3 with scales of rows takes no warp-specialised kernel, which sums in the tensor
-  cores; nor that of 4-bit words, or short tiles, which were not compared
+- May vary: rows and columns of a tile, number of warps, stages, tile order, TMA descriptors, operand order and
+  dependent launches. For int8, and for e4m3 with block scales, also the warp-specialized kernel.
+- Must stay fixed: whether k loops are split; tiles, as opposed to a product without tensor cores; whether each step's
+  product is summed separately, and how it is scaled. e4m3 with per-row scales must not use the warp-specialized kernel,
+  which accumulates in the tensor cores. Its version for 4-bit words, and short tiles, were not compared.
 
-On other GPUs, where the height of a tile may choose the instruction, all numbers of tokens have one plan.
+On other GPUs the tile height may select the instruction. There, every number of tokens uses the same plan.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from dataclasses import replace
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 
-#: rows per expert for which the one plan of a GPU is made whose bits were not compared: tiles of 32 rows
+#: Rows per expert of the single plan used on GPUs whose bits were not compared: tiles of 32 rows.
 ROWS_PER_EXPERT = 24
 
 
 def invariant_plan(heuristic: Callable[[LayerProblem, int], TilePlan], problem: LayerProblem, tokens: int) -> TilePlan:
-    """The family's plan, with what a row's bits depend on fixed for all numbers of tokens."""
+    """Return the family's plan with everything fixed that a row's bits depend on.
+
+    Args:
+        heuristic: Heuristic of the kernel family.
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
+
+    Returns:
+        Launch configurations whose rows have the same bits for every number of tokens.
+    """
     if problem.capability != 90:
         tokens = max(ROWS_PER_EXPERT * problem.num_experts // problem.top_k, 1)
     plan = heuristic(problem, tokens).unsplit()
@@ -35,11 +44,18 @@ def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
     config = replace(config, uniform=True, short_tiles=False)
     if not config.warp_specialised or sums_alike(problem):
         return config
-    # the rest of the configuration has no registers for the product of a step
+    # The remaining fields of the configuration leave no registers for the product of a step.
     return replace(config, block_m=min(config.block_m, 64), tma=True, num_stages=4, warp_specialised=False)
 
 
 def sums_alike(problem: LayerProblem) -> bool:
-    """Whether the warp-specialised kernel was seen to sum as the tile kernel does."""
+    """Whether the warp-specialized kernel is known to sum in the order of the tile kernel.
+
+    Args:
+        problem: Layer properties that do not change between calls.
+
+    Returns:
+        True for int8, and for e4m3 with block scales.
+    """
     blocks = problem.element == "e4m3" and problem.group_size != -1
     return problem.family == "scaled_mm" and (problem.element == "int8" or blocks)

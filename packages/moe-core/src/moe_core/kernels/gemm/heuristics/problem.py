@@ -1,4 +1,4 @@
-"""What launch heuristics are asked: everything about a layer that does not change from call to call."""
+"""Input of the launch heuristics: layer properties that do not change between calls."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from moe_core.spec.device import DeviceInfo
 from moe_core.spec.numerics import NumberKind
 from moe_core.spec.quant_key import QuantKey
 
-#: kernel families; "as_stored" decodes weights as checkpoints store them
+#: Kernel families; "as_stored" decodes weights as checkpoints store them.
 Family = Literal["scaled_mm", "mixed_input", "as_stored"]
-#: weights
+#: Element types of weights.
 Element = Literal["int4", "int8", "e2m1", "e4m3"]
 
 
-#: `balance_of` an H200, where nothing is known
+#: `balance_of` an H200, the default for unknown devices.
 BALANCE = 117
 
 
 def balance_of(device: DeviceInfo) -> int:
-    """Rows per expert with which 8-bit products take as long as reading their weights: 172 on an H100.
+    """Return the rows per expert at which 8-bit products take as long as reading their weights.
 
-    Each row has two operations for each byte, at 1150 TFLOP/s of 132 multiprocessors of sm_90.
+    It is 172 on an H100. Each row takes two operations per byte, at 1150 TFLOP/s for 132 SMs of sm_90.
+
+    Args:
+        device: The GPU.
+
+    Returns:
+        The balance point, or `BALANCE` for other architectures and unknown bandwidths.
     """
     if device.capability != 90 or not device.bandwidth:
         return BALANCE
@@ -31,17 +37,28 @@ def balance_of(device: DeviceInfo) -> int:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """A layer, as far as its launch configurations depend on it; hashable, so that plans can be looked up by it.
+    """Layer properties that determine its launch configurations.
 
-    ``num_experts`` of the layer, local or not; ``gated``: gemm1 has gate and up; ``dtype_bytes`` of the operands that
-    activations become, 1, 2 or 4; ``capability`` 90 for sm_90, 0 for no NVIDIA GPU; ``may_split``: partial sums of
-    split-K have a place; ``batch_invariant``: a row's result is the same bits for every number of tokens; ``balance``
-    of the GPU, see `balance_of`; ``sharded``: some of the experts are on other ranks.
+    Instances are hashable, so that plans can be looked up by them.
 
-    - ``group_size`` columns whose partial sum is scaled by itself, -1: only the finished sum
-    - ``permuted``: each column has a scale of its own (activation order), or rows of h are by pair
-    - ``quantizes_h``: the epilogue of gemm1 quantises h
-    - ``lora``: LoRA deltas are added, by the tile kernel alone
+    Attributes:
+        family: Kernel family.
+        element: Element type of the weights.
+        num_experts: Number of experts of the layer, local or not.
+        top_k: Number of experts per token.
+        hidden_size: Hidden size.
+        intermediate_size: Intermediate size.
+        gated: Whether gemm1 has gate and up halves.
+        dtype_bytes: Bytes per element of the operands that activations become: 1, 2 or 4.
+        group_size: Number of columns whose partial sum is scaled separately; -1 scales only the finished sum.
+        permuted: Whether each column has its own scale (activation order), or rows of h are ordered by pair.
+        quantizes_h: Whether the gemm1 epilogue quantizes h.
+        lora: Whether LoRA deltas are added, which only the tile kernel supports.
+        capability: Compute capability, 90 for sm_90; 0 without an NVIDIA GPU.
+        may_split: Whether a workspace for the partial sums of split-K exists.
+        batch_invariant: Whether a row's result must have the same bits for every number of tokens.
+        balance: Balance point of the GPU, see `balance_of`.
+        sharded: Whether some experts are on other ranks.
     """
 
     family: Family
@@ -64,20 +81,43 @@ class LayerProblem:
 
     @property
     def bits(self) -> int:
-        """Of a weight's code."""
+        """Bits per weight code."""
         return 4 if self.element in ("int4", "e2m1") else 8
 
     def rows_per_expert(self, tokens: int) -> float:
-        """The mean over all experts."""
+        """Return the mean number of rows per expert.
+
+        Args:
+            tokens: Number of tokens of the call.
+
+        Returns:
+            The mean over all experts.
+        """
         return tokens * self.top_k / self.num_experts
 
     def reached(self, tokens: int) -> float:
-        """Experts that any of the tokens goes to, in the mean over uniform routing."""
+        """Return the expected number of experts that receive any token, under uniform routing.
+
+        Args:
+            tokens: Number of tokens of the call.
+
+        Returns:
+            The expected number of experts.
+        """
         return self.num_experts * (1 - max(0.0, 1 - self.top_k / self.num_experts) ** tokens)
 
 
 def element_of(key: QuantKey | None) -> Element:
-    """The element type of a weight key; symmetric and unsigned integers are one."""
+    """Return the element type of a weight key.
+
+    Symmetric and unsigned integers count as one type.
+
+    Args:
+        key: Quantization key of the weights, or None.
+
+    Returns:
+        The element type; "int4" for None.
+    """
     if key is None or key.dtype.kind is not NumberKind.FLOAT:
         return "int8" if key is not None and key.dtype.bits == 8 else "int4"
     return "e4m3" if key.dtype.bits == 8 else "e2m1"

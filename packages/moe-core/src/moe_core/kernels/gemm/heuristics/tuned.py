@@ -1,4 +1,4 @@
-"""Measured launch configurations of one layer, in place of the heuristics' own."""
+"""Measured launch configurations of one layer, which replace the heuristics' choice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ P = TypeVar("P", TilePlan, GemvPlan)
 
 @dataclass(frozen=True)
 class TunedRange:
-    """What was measured for ``first`` to ``last`` tokens: at ``last``, from the next lower measured number on.
+    """Measured plan for a range of token counts.
 
-    ``default_us``, ``best_us``: µs of a call with the heuristics' plan, and with ``plan``.
+    The measurement was made at ``last``. The range starts after the next lower measured number of tokens.
+
+    Attributes:
+        first: Smallest number of tokens.
+        last: Largest number of tokens.
+        plan: The fastest plan measured.
+        default_us: Time of a call with the heuristics' plan, in µs.
+        best_us: Time of a call with ``plan``, in µs.
     """
 
     first: int
@@ -27,15 +34,34 @@ class TunedRange:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The ranges of a layer, which do not overlap; beyond them the heuristics choose."""
+    """Measured ranges of a layer; the heuristics choose outside of them.
+
+    Attributes:
+        ranges: Ranges that do not overlap.
+    """
 
     ranges: tuple[TunedRange, ...]
 
     def at(self, tokens: int) -> TunedRange | None:
-        """The range of so many tokens: that of the nearest measured number which is not smaller."""
+        """Return the range that contains a number of tokens.
+
+        Args:
+            tokens: Number of tokens of the call.
+
+        Returns:
+            The range of the nearest measured number that is not smaller, or None.
+        """
         return next((one for one in self.ranges if one.first <= tokens <= one.last), None)
 
     def plan(self, kind: type[P], tokens: int) -> P | None:
-        """The measured plan where it is of that kind."""
+        """Return the measured plan if it is of the requested kind.
+
+        Args:
+            kind: `TilePlan` or `GemvPlan`.
+            tokens: Number of tokens of the call.
+
+        Returns:
+            The plan, or None where none of that kind was measured.
+        """
         found = self.at(tokens)
         return found.plan if found is not None and isinstance(found.plan, kind) else None

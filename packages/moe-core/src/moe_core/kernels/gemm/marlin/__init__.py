@@ -1,17 +1,15 @@
-"""mixed_input, repacked at load: weights are dequantised in registers and multiplied with 16-bit activations.
+"""mixed_input, repacked at load time: weights dequantized in registers, 16-bit activations.
 
-Weights of 4 and 8 bits are put at load into the order in which the registers of the tensor cores hold them, and become
-16-bit numbers there, by a few instructions on a word: no number passes through shared memory.  Schemes add the element
-type (`dequant`) and say how its scales lie (`MarlinMatrix`); everything else is the same for all of them.
+At load time, 4- and 8-bit weights are put into the order in which tensor-core registers hold them. There, a few
+instructions per word turn them into 16-bit values; no value passes through shared memory. Schemes define the element
+type (`dequant`) and the layout of its scales (`MarlinMatrix`). They share everything else.
 
-    words      the order of codes in words
-    dequant    words as 16-bit numbers
-    operand    how words, scales and zero points of a tile are loaded, multiplied and scaled
     integers   4- and 8-bit codes
-    convert    canonical weights in this layout
-    weight     what the tile kernel gets of a weight
-    hopper     the warp-specialised kernel of 4-bit words
-    gemv       the layer for one token, without tiles: products in integers (`integer_dot`), or by `mma.sync`
+    weight     the weight as the tile kernel takes it
+    gemv       the layer for few tokens, without tiles: integer products (`integer_dot`), or `mma.sync`
+
+The order of codes, their conversion, dequantization and tiles are in `moe_core.kernels.gemm.fragments`. The
+warp-specialized kernel of 4-bit words is `moe_core.kernels.gemm.sm90.mixed_input`.
 
 The name is that of the first kernel of this kind (Frantar et al., 2024, arXiv:2408.11743).
 """

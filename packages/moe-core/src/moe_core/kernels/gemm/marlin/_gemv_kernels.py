@@ -1,19 +1,20 @@
 """GEMV for few tokens, without tensor cores: rows of packed words times a vector.
 
-A program takes BLOCK_N rows of one expert's words and goes through their columns, BLOCK_W words at a time.  A thread
-has four consecutive words of several rows; the numbers of the vector that it multiplies them with are in registers,
-each for all its rows.  There is nothing to wait for but memory: no sorting, no tiles, no sums that programs share.
+A program takes BLOCK_N rows of one expert's words and iterates over their columns, BLOCK_W words at a time. A thread
+has four consecutive words of several rows. The vector values that it multiplies them with are in registers and serve
+all its rows. The kernel waits only for memory: no sorting, no tiles, no sums shared between programs.
 
-What the words are says `form`, a `GemvForm`:
+`form`, a `GemvForm`, describes the words:
 
-    dequantize(words, dtype)   makes of words [N, W] a tuple: numbers plus `middle` as bytes of int32 [N, W], for
-                               `moe_core.kernels.gemm.fragments.integer_dot`; or, without `middle` (0), of rows with one
-                               scale the four numbers [N, W] of 8-bit codes, as `asm_values`, to multiply in float32
+    dequantize(words, dtype)   returns a tuple for words [N, W]: values plus `middle` as bytes of int32 [N, W], for
+                               `moe_core.kernels.gemm.fragments.integer_dot`; or, if `middle` is 0, for rows with one
+                               scale the four values [N, W] of 8-bit codes, as `asm_values`, to multiply in float32
     bits                       of a code
     scales                     "row": float32, one per row, which multiplies the finished sum; "group": float32, one
                                per `group` columns (-1: all), or 16-bit ones in pairs; "zero": int32, as "group", with
                                zero points (`moe_core.kernels.gemm.fragments.operand`); "e8m0": int32, one per 128
-                               columns of 4-bit codes, a byte for each 32: 254 plus an exponent, or 127 and less: 0
+                               columns of 4-bit codes, with a byte per 32 columns: 254 plus an exponent; 127 and less
+                               stands for 0
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from moe_core.kernels.gemm.tiles.tile_kernel import deinterleave, finish_tile
 
 
 class GemvForm(NamedTuple):
-    """See the module docstring."""
+    """Compile-time description of the words; see the module docstring.
+
+    Attributes:
+        dequantize: Device function that unpacks words.
+        bits: Bits per code.
+        middle: Offset of the values in the bytes that ``dequantize`` returns; 0 if it returns values.
+        scales: "row", "group", "zero" or "e8m0".
+        group: Columns per group; -1 for the whole row.
+    """
 
     dequantize: Any
     bits: tl.constexpr
@@ -45,10 +54,10 @@ class GemvForm(NamedTuple):
 
 @triton.jit
 def _dot(words, x, k, K, form):
-    """Sums [N, Q, 4] over each word's numbers times those of `x`, and those of the latter.
+    """Sums [N, Q, 4] over each word's values times those of `x`, and over the latter alone.
 
-    `words` [N, 4 * Q] are those from word k of a row on, `x` points to K numbers.  Where four words share a scale,
-    they are added up: [N, Q].
+    `words` [N, 4 * Q] start at word k of a row, `x` points to K values. Where four words share a scale, they are
+    summed: [N, Q].
     """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -77,16 +86,16 @@ def _dot(words, x, k, K, form):
 
 @triton.jit
 def _in_steps(word, stride_k, form):
-    """Where the word of a row is, from the row's first on."""
+    """Offset of a word from the first word of its row."""
     WORDS: tl.constexpr = 4 * form.bits
     return word // WORDS * stride_k + word % WORDS
 
 
 @triton.jit
 def _groups(k, form, Q: tl.constexpr, PAIRED: tl.constexpr):
-    """The groups of Q times four words from word k on, [1, Q], or of each word, [1, Q, 4].
+    """The groups of Q runs of four words from word k on, [1, Q], or of each word, [1, Q, 4].
 
-    PAIRED: of groups that are smaller than a unit the pairs that it has, [1, Q, 1 or 2].
+    PAIRED: for groups smaller than a unit, the pairs of the unit, [1, Q, 1 or 2].
     """
     UNIT: tl.constexpr = 512 // form.bits
     GROUP: tl.constexpr = form.group
@@ -101,14 +110,14 @@ def _groups(k, form, Q: tl.constexpr, PAIRED: tl.constexpr):
         PAIRS: tl.constexpr = UNIT // GROUP // 2
         group = quad[:, None] // 4 * PAIRS + tl.arange(0, PAIRS)[None, :]
     else:
-        # a unit of four quads has 2 or 4 groups
+        # A unit of four quads has 2 or 4 groups.
         group = quad[:, None] // 4 * (UNIT // GROUP) + tl.arange(0, 4)[None, :] // (4 * GROUP // UNIT)
     return tl.expand_dims(group, 0)
 
 
 @triton.jit
 def _of_pairs(words, k, form, dtype: tl.constexpr):
-    """float32 scales [N, Q], or [N, Q, 4], of the words of pairs that `_load` returns for word k."""
+    """float32 scales [N, Q], or [N, Q, 4], from the paired words of `_load` for word k."""
     if len(words.shape) == 2:
         return half_of(words, _groups(k, form, words.shape[1], True) % 2, dtype)
     else:
@@ -122,10 +131,10 @@ def _of_pairs(words, k, form, dtype: tl.constexpr):
 
 @triton.jit
 def _load(b_args, words, scale, k, width, inside, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr):
-    """BLOCK_W words of each row from word k on, and their scales: [N, Q] of four words each, or [N, Q, 4].
+    """BLOCK_W words of each row from word k on, and their scales.
 
-    `words` and `scale` point to the first of each row.  Of scales that are in pairs their words, so that nothing waits
-    for them before `_scaled`.
+    Scales are [N, Q], each of four words, or [N, Q, 4]. `words` and `scale` point to the first of each row. For paired
+    scales their words are returned, so that nothing waits for them before `_scaled`.
     """
     PAIRED: tl.constexpr = b_args.scales.dtype.element_ty.primitive_bitwidth == 16
     column = k + tl.arange(0, BLOCK_W)
@@ -135,13 +144,13 @@ def _load(b_args, words, scale, k, width, inside, form, BLOCK_W: tl.constexpr, E
     else:
         tile = tl.load(pointers, mask=(column < width)[None, :], other=0)
     if form.scales == "row":
-        # one for all steps
+        # One scale for all steps.
         return tile, inside
     else:
         group = _groups(k, form, BLOCK_W // 4, PAIRED)
         if PAIRED and len(group.shape) == 2:
             group = group // 2
-        # beyond the last group are zeros of x
+        # Beyond the last group, x is zero.
         group = tl.minimum(group, b_args.groups - 1) * b_args.scale_g
         if len(group.shape) == 2:
             return tile, tl.load(scale[:, None] + group, mask=inside[:, None], other=0)
@@ -151,7 +160,10 @@ def _load(b_args, words, scale, k, width, inside, form, BLOCK_W: tl.constexpr, E
 
 @triton.jit
 def _scaled(sums, x_sums, scales, k, form, dtype: tl.constexpr):
-    """[N, Q] of what `_dot` returns: times the scales of `dtype` that `_load` returns, four words added up."""
+    """[N, Q] of the result of `_dot` times the scales that `_load` returns, four words summed.
+
+    dtype: of the scales.
+    """
     if form.scales == "zero":
         sums += (2.0 ** (form.bits - 1) - zero_of(scales)) * x_sums
     if form.scales == "e8m0":
@@ -166,14 +178,14 @@ def _scaled(sums, x_sums, scales, k, form, dtype: tl.constexpr):
 
 @triton.jit
 def _row_sums(b_args, expert, x, rows, N, K, form, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, WAIT: tl.constexpr):
-    """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] of one expert times x.
+    """[BLOCK_N, BLOCK_W / 4] whose sums along the last axis are the `rows` [BLOCK_N] times x.
 
-    WAIT: the launch before makes x; the first words are on their way to L2 while it does.
+    WAIT: the previous launch produces x. Meanwhile the first words are prefetched into L2.
     """
     base = expert.to(tl.int64)
     inside = rows < N
     width = tl.cdiv(K, 128) * (4 * form.bits)
-    # beyond the last: that again
+    # Rows beyond the last repeat it.
     words = b_args.words + base * b_args.stride_e + tl.minimum(rows, N - 1).to(tl.int64) * b_args.stride_n
     dtype: tl.constexpr = b_args.scales.dtype.element_ty
     scales = word_pointers(b_args.scales) + (base * b_args.scale_e + rows)
@@ -211,11 +223,11 @@ def gemv_kernel(
     FINALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = epilogue(w x[row]), N columns; programs by pair and BLOCK_N rows of w.
+    """out[pair] = epilogue(w x[row]), N columns; one program per pair and BLOCK_N rows of w.
 
-    row_args, SECOND and ALONG_M as in `locate_vector`, result and epilogue as in the tile kernel; where gated, rows are
-    gate and up interleaved in blocks of 8.  SECOND also: the launch before makes nothing but x, and lets this one begin
-    when all before it was done.  FINALIZE: a token has one pair, and `result` is the layer's.
+    row_args, SECOND and ALONG_M as in `locate_vector`, result and epilogue as in the tile kernel. If gated, rows are
+    gate and up interleaved in blocks of 8. SECOND also means: the previous launch produces only x, and lets this one
+    begin when all launches before it were done. FINALIZE: a token has one pair, and `result` is the layer's output.
     """
     begin_pdl(PDL and not SECOND)
     rows_all = tl.cdiv(N, 8) * 16 if epilogue.gated else N

@@ -1,11 +1,11 @@
-"""GEMV for few tokens by `mma.sync`: words go from memory to registers as its left operand has them.
+"""GEMV for few tokens by `mma.sync`: words are loaded into registers as its left operand.
 
-Each of four warps multiplies 16 rows of 128 columns a step, by `moe_core.kernels.gemm.sm90.fragment_order`.  PARTS of
-the warps have the same rows and share their columns: step k has the units k * PARTS .. (k + 1) * PARTS - 1 of 128
-columns, one for each.  The right operand has eight columns: column c holds the numbers of the vector for part c %
-PARTS.  So all warps have the same right operand, and each finds its sums in the column of its own part.
+Each of four warps multiplies 16 rows of 128 columns per step, by `moe_core.kernels.gemm.sm90.fragment_order`. PARTS of
+the warps take the same rows and share their columns: step k has the units k * PARTS .. (k + 1) * PARTS - 1 of 128
+columns, one per warp. The right operand has eight columns. Column c holds the vector's values for part c % PARTS. So
+all warps have the same right operand, and each finds its sums in the column of its part.
 
-The loop over steps is unrolled: words of DEPTH steps are on their way while those before them are multiplied.
+The loop over steps is unrolled: the words of DEPTH steps are in flight while those before them are multiplied.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from moe_core.kernels.gemm.tiles.finalize import store_zeros
 from moe_core.kernels.gemm.tiles.schedule import locate_vector
 from moe_core.kernels.gemm.tiles.tile_kernel import deinterleave, finish_tile
 
-# columns of the right operand
+# Columns of the right operand.
 COLUMNS = gl.constexpr(8)
-# sums [64, 8]
+# Sums [64, 8].
 MMA_SYNC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-# eight consecutive numbers of a thread
+# Eight consecutive values per thread.
 X_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-# 16 bytes of eight rows are in different banks
+# 16 bytes of eight rows are in different banks.
 X_TILE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 
 
 class MmaForm(NamedTuple):
-    """What the kernel is compiled for; constants, and a device function.
+    """Compile-time parameters of the kernel: constants, and a device function.
 
-    - ``parts``: 1, 2 or 4 warps share the columns of the same rows
-    - ``groups``, not 0, and ``dequantize``: `moe_core.kernels.gemm.marlin.weight.WordFunctions`
+    Attributes:
+        parts: Number of warps (1, 2 or 4) that share the columns of the same rows.
+        groups: Groups of a step, not 0; see `moe_core.kernels.gemm.marlin.weight.WordFunctions`.
+        dequantize: Device function; see `moe_core.kernels.gemm.marlin.weight.WordFunctions`.
     """
 
     parts: gl.constexpr
@@ -54,7 +56,7 @@ class MmaForm(NamedTuple):
 
 @gluon.jit
 def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
-    """Of each of a program's 64 rows, row of the weights and part of K; beyond the `last` row that one again."""
+    """(weight row, part of K) for each of a CTA's 64 rows; rows beyond `last` repeat it."""
     place = gl.arange(0, ROWS, layout=layout)
     return gl.minimum(first + place // (16 * PARTS) * 16 + place % 16, last), place // 16 % PARTS
 
@@ -63,7 +65,7 @@ def _rows(first, last, PARTS: gl.constexpr, layout: gl.constexpr):
 def _load_steps(state, b_args, form, FIRST: gl.constexpr, END: gl.constexpr, LAST: gl.constexpr):
     """Words [64, 16] of steps FIRST to END, and scales of their groups.
 
-    In step LAST a part without more columns has any words.
+    In step LAST, the words of a part without further columns are undefined.
     """
     words, part, scales, scale_part, units = state
     found = ()
@@ -83,7 +85,10 @@ def _load_steps(state, b_args, form, FIRST: gl.constexpr, END: gl.constexpr, LAS
 
 @gluon.jit
 def _stay(any_number):
-    """Loads before this stay before it: ptxas would put them off until shortly before the words are needed."""
+    """Keep earlier loads before this point.
+
+    ptxas would delay them until shortly before the words are needed.
+    """
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [any_number], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -91,7 +96,7 @@ def _stay(any_number):
 
 @gluon.jit
 def _share(x, K, STEPS: gl.constexpr, PARTS: gl.constexpr):
-    """The numbers of x in shared memory: [8, 128] for each step; beyond K zeros."""
+    """The values of x in shared memory: [8, 128] per step, zeros beyond K."""
     row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, X_LAYOUT))
     column = gl.arange(0, STEP, layout=gl.SliceLayout(0, X_LAYOUT))
     first = (row % PARTS * STEP)[:, None] + column[None, :]
@@ -101,7 +106,7 @@ def _share(x, K, STEPS: gl.constexpr, PARTS: gl.constexpr):
         values += (gl.load(x + at, mask=at < K, other=0.0),)
     tiles = ()
     for k in gl.static_range(STEPS):
-        # a tile by itself: writing to one does not wait for another
+        # Separate tiles: writing to one does not wait for another.
         tile = gl.allocate_shared_memory(x.dtype.element_ty, [COLUMNS, STEP], X_TILE, values[k])
         tiles += (tile,)
     return tiles
@@ -109,7 +114,7 @@ def _share(x, K, STEPS: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _row_sums(sums, PARTS: gl.constexpr):
-    """[64 / PARTS, 1] of what warps have in the column of their part, [64, 8]."""
+    """[64 / PARTS, 1] from the sums [64, 8], of which each warp uses the column of its part."""
     _, part = _rows(0, ROWS, PARTS, gl.SliceLayout(1, MMA_SYNC))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA_SYNC))
     own = gl.sum(gl.where(column[None, :] == part[:, None], sums, 0.0), axis=1)
@@ -135,11 +140,13 @@ def gemv_mma_kernel(
     FINALIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`moe_core.kernels.gemm.marlin._gemv_kernels.gemv_kernel` by `mma.sync`; programs by pair and 64 / parts rows of
-    w.
+    """`moe_core.kernels.gemm.marlin._gemv_kernels.gemv_kernel` by `mma.sync`.
 
-    - form: `MmaForm`; STEPS of 128 * parts columns, DEPTH of which are requested ahead; EVEN: the last is a whole one
-    - SECOND: the first words are on their way to registers while the launch before makes x
+    One CTA per pair and 64 / parts rows of w.
+
+    - form: `MmaForm`
+    - STEPS of 128 * parts columns, DEPTH of which are prefetched; EVEN: the last step is whole
+    - SECOND: the first words are loaded into registers while the previous launch produces x
     """
     begin_pdl(PDL and not SECOND)
     HEIGHT: gl.constexpr = ROWS // form.parts

@@ -1,5 +1,7 @@
-"""The layer for few tokens (`moe_core.kernels.gemm.gemv.plan`) with the weights of
-`moe_core.kernels.gemm.marlin.weight`."""
+"""The layer for few tokens with weights in fragment order.
+
+See `moe_core.kernels.gemm.gemv.plan` for the layer and `moe_core.kernels.gemm.marlin.weight` for the weights.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,20 @@ from moe_core.kernels.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.kernels.gemm.tiles.launch import Routing, constant
 from moe_core.kernels.gemm.tiles.quantize_rows import quantize_rows
 
-#: rows of four warps by `mma.sync` where none share the same
+#: Rows of four warps by `mma.sync` if no warps share rows.
 MMA_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class GemvFunctions:
-    """An element type's device function, scales and middle; see `moe_core.kernels.gemm.marlin._gemv_kernels`.
+    """An element type of the GEMV; see `moe_core.kernels.gemm.marlin._gemv_kernels`.
 
-    ``words``: what `moe_core.kernels.gemm.marlin._gemv_mma_kernels` takes, of groups, where a plan may ask for it.
+    Attributes:
+        dequantize: Device function.
+        scales: Kind of the scales.
+        middle: Offset of the values in the bytes that ``dequantize`` returns; 0 if it returns values.
+        words: Functions of `moe_core.kernels.gemm.marlin._gemv_mma_kernels`, for groups, where a plan may request it;
+            or None.
     """
 
     dequantize: Any
@@ -39,7 +46,14 @@ class GemvFunctions:
 
 @dataclass(frozen=True, eq=False)
 class MarlinGemvLayer(GemvLayer):
-    """Words of 4 or 8 bits x 16-bit activations, which ``rows`` may make, each token's by itself."""
+    """4- or 8-bit words with 16-bit activations.
+
+    Attributes:
+        functions: Element type.
+        w13: Weight of gemm1.
+        w2: Weight of gemm2.
+        rows: Quantization of activations, each token's row separately; or None.
+    """
 
     functions: GemvFunctions
     w13: MarlinMatrix
@@ -47,7 +61,14 @@ class MarlinGemvLayer(GemvLayer):
     rows: RowQuantizer | None = None
 
     def reads(self, x: Tensor) -> bool:
-        """Whether the kernels can read the activations: two numbers at a time, in the order of their columns."""
+        """Whether the kernels can read the activations: pairs of values, in column order.
+
+        Args:
+            x: Hidden states.
+
+        Returns:
+            True if they can.
+        """
         if any(m.index is not None or m.pre_scales is not None or m.k % 2 for m in (self.w13, self.w2)):
             return False
         if self.rows is not None:
@@ -78,7 +99,7 @@ class MarlinGemvLayer(GemvLayer):
         if config.mma_sync and functions.words is not None and not INTERPRET.value:
             from moe_core.kernels.gemm.marlin._gemv_mma_kernels import MmaForm, gemv_mma_kernel
 
-            # words of a step: 16 of each part
+            # Words of a step: 16 per part.
             parts, groups = MMA_ROWS // config.block_n, functions.words.groups
             step = 16 * parts
             turns = -(-width // step)
@@ -95,7 +116,10 @@ class MarlinGemvLayer(GemvLayer):
 
 
 def _limit(matrix: MarlinMatrix, x: Tensor, config: GemvConfig) -> dict[str, int]:
-    """A limit on registers: with scales in pairs the compiler takes 162 of a thread, though 128 spill nothing."""
+    """Return a register limit as launch options.
+
+    With paired scales the compiler uses 162 registers per thread, but 128 do not spill.
+    """
     narrow = matrix.bits == 4 and config.block_w <= 128
     limited = narrow and matrix.paired and matrix.group_size == 128 and x.dtype is torch.bfloat16
     return {"maxnreg": 128} if limited and not INTERPRET.value else {}

@@ -27,7 +27,7 @@ from moe_core.kernels.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.kernels.gemm.plan import TileConfig
 from moe_core.kernels.gemm.tiles.swap_ab import FEW
 
-# whether numbers are multiplied by their groups' scales; set by `specialize`
+# Whether values are multiplied by their groups' scales; set by `specialize`.
 SCALED = tl.constexpr(False)
 
 
@@ -39,18 +39,21 @@ def int4_bytes(words, dtype: tl.constexpr):
 
 @triton.jit
 def int8_bytes(words, dtype: tl.constexpr):
-    """As `int4_bytes`."""
+    """`int4_bytes` for 8-bit codes."""
     return (words,)
 
 
 @triton.jit
 def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points, of scales [N]; SCALED: times scales [N, groups], rounded."""
+    """Codes minus zero points; scales [N].
+
+    SCALED: times scales [N, groups], rounded.
+    """
     W: tl.constexpr = words.shape[1]
     BITS: tl.constexpr = 32 * W // COLUMNS
     offset = None
     scale = None
-    # scales of rows are those of one group
+    # Scales of rows are those of one group.
     groups = scales if SCALED else scales[:, None]
     if SCALED:
         scale = per_word(pair(scale_of(groups), dtype), W, W // 16)
@@ -61,7 +64,7 @@ def dequantize_integers(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexp
 
 @triton.jit
 def dequantize_int4(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Symmetric codes minus 8; of bfloat16 64ths of them, see `int4_factor`."""
+    """Symmetric codes minus 8; for bfloat16 divided by 64, see `int4_factor`."""
     if INTERPRET or dtype != tl.bfloat16:
         return integers(words, None, None, 4, dtype)
     else:
@@ -70,13 +73,19 @@ def dequantize_int4(words, scales, COLUMNS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def int4_factor(scales, dtype: tl.constexpr):
-    """`moe_core.kernels.gemm.fragments.operand.factor_of` beside `dequantize_int4`, of scales below 2^122."""
+    """`moe_core.kernels.gemm.fragments.operand.factor_of` for `dequantize_int4`.
+
+    Scales must be below 2^122.
+    """
     return scales if INTERPRET or dtype != tl.bfloat16 else scales * 64.0
 
 
 @triton.jit
 def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points; SCALED: times the scale of their group, rounded, else that of the row scales sums."""
+    """Codes minus zero points.
+
+    SCALED: times the scale of their group, rounded. Otherwise the row's scale multiplies the sums.
+    """
     found = scales[U * len(scales) // 4]
     if SCALED and found.dtype == tl.int32 and dtype == tl.bfloat16:
         return unshifted_zeros(words, zero_of(found)[:, None], scale_of(found)[:, None])
@@ -91,7 +100,7 @@ def quarter_integers(words, scales, U: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def quarter_unshifted(words, scales, U: tl.constexpr, dtype: tl.constexpr):
-    """As `quarter_integers`, of symmetric codes in bfloat16, relative to `WordFunctions.powers`."""
+    """`quarter_integers` for symmetric codes in bfloat16, relative to `WordFunctions.powers`."""
     return unshifted_int4(words, scales[U * len(scales) // 4][:, None])
 
 
@@ -105,21 +114,36 @@ _MULTIPLY_SCALED = specialize(operand.multiply, dequantize=specialize(dequantize
 
 
 def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, Any, Any]:
-    """(open_b, load_b, multiply, scale_acc) for a tile."""
+    """Return the tile kernel's functions for a tile of integer words.
+
+    Args:
+        matrix: The weight.
+        config: Launch configuration.
+
+    Returns:
+        (open_b, load_b, multiply, scale_acc).
+    """
     bits, size = matrix.bits, matrix.group_size
     if size == -1:
         return operand.open_rows, LOAD_WORDS[bits, -1], _MULTIPLY, operand.scale_acc_rows
     scale_acc = None if matrix.channel_scales is None else operand.scale_acc_channels
     open_b = operand.open_pairs if matrix.paired else operand.open_groups
     if size == operand.STEP.value and config.block_m <= FEW.value and not config.uniform:
-        # each step's product is scaled by itself: beyond, its sums take too many registers
+        # Each step's product is scaled separately. Above FEW rows, its sums need too many registers.
         symmetric = bits == 4 and matrix.scales.dtype != torch.int32
         return open_b, LOAD_WORDS[bits, 0], _MULTIPLY_INT4 if symmetric else _MULTIPLY_GROUP, scale_acc
     return open_b, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc
 
 
 def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
-    """For the warp-specialised kernel, which multiplies 4-bit words."""
+    """Return the functions of the warp-specialized kernel, which multiplies 4-bit words.
+
+    Args:
+        matrix: The weight.
+
+    Returns:
+        The functions, or None for 8-bit codes.
+    """
     if matrix.bits != 4:
         return None
     groups = 0 if matrix.group_size == -1 else operand.STEP.value // matrix.group_size
@@ -129,6 +153,13 @@ def integer_words(matrix: MarlinMatrix) -> WordFunctions | None:
 
 
 def integer_gemv(matrix: MarlinMatrix) -> GemvFunctions:
-    """For few tokens."""
+    """Return the GEMV functions of integer words.
+
+    Args:
+        matrix: The weight.
+
+    Returns:
+        The functions.
+    """
     scales = "zero" if matrix.scales.dtype == torch.int32 else "row" if matrix.group_size == -1 else "group"
     return GemvFunctions(int4_bytes, scales, 8) if matrix.bits == 4 else GemvFunctions(int8_bytes, scales, 128)

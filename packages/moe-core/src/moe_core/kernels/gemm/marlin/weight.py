@@ -1,4 +1,4 @@
-"""A weight of the Marlin family, as the fused layer takes it."""
+"""A weight of the Marlin family, in the form of the fused layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,25 @@ from moe_core.kernels.gemm.tiles.operands import load_plain, open_plain
 
 
 class PackedWeight(NamedTuple):
-    """The tuple `b_args` of `moe_core.kernels.gemm.fragments.operand.open_groups`; `PackedWeight.of` makes it.
+    """The tuple `b_args` of `moe_core.kernels.gemm.fragments.operand.open_groups`.
 
-    ``words`` with their strides by expert, row and, where they are block-major, step; ``scales`` with theirs by expert,
-    group and row, and how many ``groups`` there are (of pairs, strides of words, and how many pairs); ``others``:
-    channel scales or zero points, by expert.  What has a default is for some kernels: ``powers``, see `WordFunctions`,
-    and ``column_groups`` [E, columns], by expert.
+    `PackedWeight.of` builds it. Fields with a default are for some kernels only.
+
+    Attributes:
+        words: Words of all experts.
+        scales: Scales of all experts.
+        others: Channel scales or zero points, by expert; or None.
+        stride_e: Expert stride of ``words``.
+        stride_n: Row stride of ``words``.
+        stride_k: Step stride of block-major ``words``, otherwise None.
+        scale_e: Expert stride of ``scales``; strides of paired scales count words.
+        scale_g: Group stride of ``scales`` (paired scales: of pairs).
+        scale_n: Row stride of ``scales``.
+        groups: Number of groups (paired scales: of pairs).
+        other_e: Expert stride of ``others``.
+        powers: float32 [E], see `WordFunctions`; or None.
+        column_groups: [E, columns], the group of each column; or None.
+        column_e: Expert stride of ``column_groups``.
     """
 
     words: Tensor
@@ -43,9 +56,16 @@ class PackedWeight(NamedTuple):
 
     @staticmethod
     def of(words: Tensor, scales: Tensor, others: Tensor | None, column_groups: Tensor | None = None) -> PackedWeight:
-        """``words`` [E, rows, words] or [E, steps, rows, words of a step].
+        """Build the arguments from tensors.
 
-        ``scales`` [E, groups, rows] or, of 16 bits and in words of two groups', [E, pairs, rows, 2].
+        Args:
+            words: [E, rows, words], or [E, steps, rows, words of a step].
+            scales: [E, groups, rows]; or, of 16 bits with two groups per word, [E, pairs, rows, 2].
+            others: Channel scales or zero points, by expert; or None.
+            column_groups: [E, columns], or None.
+
+        Returns:
+            The arguments.
         """
         halves = scales.shape[3] if scales.dim() == 4 else 1
         scale_e, scale_g, scale_n = (stride // halves for stride in scales.stride()[:3])
@@ -70,16 +90,23 @@ class PackedWeight(NamedTuple):
 class MarlinMatrix:
     """One of the two weights of a layer's experts.
 
-    - ``words`` int32 [E, steps, rows, words of a step], see `moe_core.kernels.gemm.fragments.fragment_order`; ``bits``
-      of a code
-    - ``n`` columns of the result, of one half where gate and up rows are interleaved
-    - ``k`` columns of x or h as the words have them; ``group_size`` of them share a scale, -1: all of a row
-    - ``scales`` [E, groups, rows] float32, or int32 with zero points; or [E, pairs of groups, rows, 2] bfloat16 or
-      float16 (`moe_core.kernels.gemm.fragments.operand`)
-    - ``channel_scales`` float32 [E, rows]: multiply the finished sums; or None
-    - ``powers`` float32 [E]: `moe_core.kernels.gemm.fragments.scales.powers_of` ``scales``; or None
-    - ``bias`` [E, n], of interleaved rows [E, 2 * n]: gate, then up; any float dtype
-    - ``index`` int32 [E, columns], ``pre_scales`` float32 [E, K]: see `moe_core.kernels.gemm.tiles.columns`
+    Attributes:
+        words: int32 [E, steps, rows, words of a step], see `moe_core.kernels.gemm.fragments.fragment_order`.
+        bits: Bits per code.
+        n: Columns of the result, of one half if gate and up rows are interleaved.
+        k: Columns of x or h as ordered in the words.
+        group_size: Columns that share a scale; -1 for the whole row.
+        scales: [E, groups, rows] float32, or int32 with zero points; or [E, pairs of groups, rows, 2] bfloat16 or
+            float16 (`moe_core.kernels.gemm.fragments.operand`).
+        channel_scales: float32 [E, rows] that multiply the finished sums, or None.
+        bias: [E, n], of interleaved rows [E, 2 * n] with gate followed by up; any float dtype; or None.
+        interleaved: Whether gate and up rows are interleaved.
+        index: int32 [E, columns], see `moe_core.kernels.gemm.tiles.columns`; or None.
+        pre_scales: float32 [E, K], see `moe_core.kernels.gemm.tiles.columns`; or None.
+        powers: float32 [E], `moe_core.kernels.gemm.fragments.scales.powers_of` the ``scales``; or None.
+
+    Raises:
+        TensorError: The words do not have four dimensions.
     """
 
     words: Tensor
@@ -102,23 +129,31 @@ class MarlinMatrix:
 
     @property
     def paired(self) -> bool:
-        """Whether ``scales`` are of 16 bits, two groups' side by side."""
+        """Whether ``scales`` are 16-bit, with those of two groups adjacent."""
         return self.scales.dim() == 4
 
     @property
     def arguments(self) -> PackedWeight:
-        """The tuple `b_args` of the device functions, see `moe_core.kernels.gemm.fragments.operand`."""
+        """The tuple `b_args` of the device functions.
+
+        See `moe_core.kernels.gemm.fragments.operand`.
+        """
         return PackedWeight.of(self.words, self.scales, self.channel_scales)
 
     @property
     def activation_columns(self) -> Columns:
-        """How the columns of activations stand."""
+        """Order of the activation columns."""
         return Columns(self.k, self.index, self.pre_scales)
 
     def gemm_weight(self, functions: Functions, words: WordFunctions | None = None) -> GemmWeight:
-        """What the tile kernel gets, with the ``functions`` of the element type.
+        """Return the weight of a GEMM.
 
-        ``words``: those of the warp-specialised kernel, where it multiplies such a matrix.
+        Args:
+            functions: Functions of the element type.
+            words: Functions of the warp-specialized kernel, if it can multiply such a matrix; or None.
+
+        Returns:
+            The weight.
         """
         special = None
         if words is not None:
@@ -138,16 +173,21 @@ class MarlinMatrix:
 
 
 class WordFunctions(NamedTuple):
-    """What the warp-specialised kernel takes of an element type.
+    """Functions of an element type for the warp-specialized kernel.
 
-    ``groups`` of a step have scales of their own, 0: rows have one each.  ``dequantize`` gives a device function
+    ``dequantize`` returns a device function
 
-        dequantize(words, scales, U, dtype) -> the eight numbers [64, 4] of `words` [64, 4], as `dequant.asm_values`
+        dequantize(words, scales, U, dtype) -> the eight values [64, 4] of `words` [64, 4], as `dequant.asm_values`
 
-    of word U of four threads, which has the columns 32 U .. 32 U + 31 of a step
-    (`moe_core.kernels.gemm.fragments.fragment_order`); `scales` are a tuple of [64], as many as there are ``groups``,
-    or the one of the row.  With ``powers`` (float32 [E], see `moe_core.kernels.gemm.fragments.scales.powers_of`) they
-    are multiplied by 2^126 / power before, and finished sums by power * 2^7.
+    for word U of four threads, which has the columns 32 U .. 32 U + 31 of a step
+    (`moe_core.kernels.gemm.fragments.fragment_order`). `scales` is a tuple of [64]: one for each of the ``groups``, or
+    the row's scale.
+
+    Attributes:
+        groups: Groups of a step with separate scales; 0 if rows have one scale each.
+        dequantize: Returns the device function.
+        powers: float32 [E], see `moe_core.kernels.gemm.fragments.scales.powers_of`; or None. Scales are then multiplied
+            by 2^126 / power first, and finished sums by power * 2^7.
     """
 
     groups: int
@@ -155,5 +195,5 @@ class WordFunctions(NamedTuple):
     powers: Tensor | None = None
 
 
-#: the tile kernel's open_b, load_b, multiply and scale_acc for a matrix and a tile
+#: The tile kernel's open_b, load_b, multiply and scale_acc for a matrix and a tile.
 Functions = Callable[[MarlinMatrix, TileConfig], tuple[Any, Any, Any, Any]]

@@ -1,6 +1,7 @@
-"""The end of a tile in `moe_core.kernels.gemm.sm90.kernel`: bias, activation, quantisation, and the way to memory.
+"""Epilogue of `moe_core.kernels.gemm.sm90.kernel`.
 
-`result` and `epilogue` as in the tile kernel; rows of the result are whole 16 bytes.
+It applies bias and activation, quantizes and stores. `result` and `epilogue` as in the tile kernel; rows of the result
+are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from moe_core.kernels.ops._quantize_kernels import finite_bits
 
 @gluon.jit
 def activate(gate, up, epilogue):
-    """`activation.activate`; nothing overlaps with it, so that gated silu is worth half the instructions."""
+    """`activation.activate` with a faster gated silu.
+
+    Nothing overlaps with the epilogue, so that halving the instructions of gated silu pays.
+    """
     if epilogue.gated and epilogue.activation == "silu" and epilogue.limit is None:
         silu = gl.inline_asm_elementwise(
             """
@@ -42,9 +46,10 @@ def activate(gate, up, epilogue):
 
 @gluon.jit
 def finish_block(acc, up, weight, epilogue, result, expert, rows, block, N, layout: gl.constexpr):
-    """From a sum [64, 128] of column block `block` (and `up`, where gated) to the stores; what is quantised is h.
+    """Run the epilogue of a sum [64, 128] of column block `block`, up to the stores.
 
-    rows = (first row, row behind the expert's last one, rows in `layout`, where they go in the result)
+    `up`: the second sum if gated. Only h is quantized. rows = (first row, end of the expert's rows, rows in `layout`,
+    their rows in the result)
     """
     first, end, target, place = rows
     OWN: gl.constexpr = acc.type.layout
@@ -54,7 +59,8 @@ def finish_block(acc, up, weight, epilogue, result, expert, rows, block, N, layo
     value = finish_values(acc, up, epilogue, N, expert, row, column, None, activate, False, False, weight)
     if result.quantize is None:
         codes = value.to(result.out.dtype.element_ty)
-        # of single rows the tile kernel alone is asked for it: they are quantised on load where tiles are small
+        # Row-wise amax is requested from the tile kernel only: rows are quantized on load where tiles are
+        # small.
         if AMAX == "tensor":
             bits = gl.max(finite_bits(codes.to(gl.float32)), axis=1)
             gl.atomic_max(result.amax, gl.max(gl.where(row < end, bits, 0), axis=0), sem="relaxed")
@@ -62,7 +68,7 @@ def finish_block(acc, up, weight, epilogue, result, expert, rows, block, N, layo
         if AMAX == "nan":
             found = gl.max((value != value).to(gl.int32), axis=1)
             gl.store(result.amax + row, 0x7FC00000, mask=(row < end) & (found > 0))
-        # tiles of the tile kernel may be half as wide
+        # Tiles of the tile kernel may be half as wide.
         GROUPS: gl.constexpr = TILE * result.groups // result.block
         GROUP: gl.constexpr = TILE // GROUPS
         codes, scale = result.quantize(value.reshape([HALF, GROUPS, GROUP]), result.quant_args, expert, 2)

@@ -1,9 +1,9 @@
-"""Words of 4-bit codes as the left operand of `moe_core.kernels.gemm.sm90.mixed_input`: 64 rows of weights at a time.
+"""4-bit words as the left operand of `moe_core.kernels.gemm.sm90.mixed_input`.
 
-A group of four warps takes a step's words from shared memory and makes numbers of them in registers, where the tensor
-cores want them: `wgmma` and `mma.sync` have the left operand's columns in the same places.  By `wgmma`
-(`sums_by_wgmma`, the k loop of one consumer) the next numbers are made while the tensor cores multiply 64 rows and 64
-columns of the weights; numbers stay in registers until their products are done.
+A warp group takes 64 rows at a time. It reads a step's words from shared memory and dequantizes them in registers,
+where the tensor cores need them: `wgmma` and `mma.sync` have the left operand's columns in the same places. With
+`wgmma` (`sums_by_wgmma`, the k loop of one consumer), the next values are dequantized while the tensor cores multiply
+64 rows and 64 columns of the weights. Values stay in registers until their products are done.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from moe_core.kernels.gemm.fragments.dequant import in_columns
 from moe_core.kernels.gemm.fragments.operand import scales_in
 from moe_core.kernels.gemm.sm90.pipeline import free_slot, full_slot, slot_and_phase
 
-# rows of weights of one product
+# Weight rows of one product.
 ROWS = gl.constexpr(64)
-# of which a group of warps of `moe_core.kernels.gemm.sm90.mixed_input` has so many blocks
+# Number of such blocks per warp group of `moe_core.kernels.gemm.sm90.mixed_input`.
 BLOCKS = gl.constexpr(2)
-# columns of a step, of one product, and of one word of each of four threads
+# Columns of a step, columns of one product, and words of a step per row.
 STEP = gl.constexpr(128)
 CHUNK = gl.constexpr(64)
 WORDS = gl.constexpr(16)
 _LANES = [[1, 0], [2, 0], [4, 0]]
 _WARPS = [[16, 0], [32, 0]]
-# words [ROWS, 16]: a thread has 16 bytes of row r and of row r + 8
+# Layout of words [ROWS, 16]: a thread has 16 bytes of row r and of row r + 8.
 WORD_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_LANES], _WARPS, [], [64, 16])
 )
-# the same of two rows in one, [ROWS / 2, 32]
+# The same for two rows stored in one, [ROWS / 2, 32].
 PAIR_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [4, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [32, 32]
     )
 )
-# one word u of each of four threads, [ROWS, 4]
+# Layout of one word u of each of four threads, [ROWS, 4].
 QUARTER = gl.constexpr(gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *_LANES], _WARPS, [], [64, 4]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, QUARTER.value))
 
 
 @gluon.jit
 def quarters(words):
-    """words [64, 16] as four [64, 4]: word u of four threads each."""
+    """words [64, 16] as four [64, 4]: word u of each of four threads."""
     parts = split_last(words.reshape([ROWS, 4, 4]))
     quarters = ()
     for u in gl.static_range(4):
@@ -54,7 +54,7 @@ def quarters(words):
 
 @gluon.jit
 def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequantize: gl.constexpr, dtype: gl.constexpr):
-    """Numbers [64, 64] of columns 64 * PLACE .. of a step, as the tensor cores' left operand."""
+    """Values [64, 64] of columns 64 * PLACE .. of a step, as the tensor cores' left operand."""
     low = in_columns(dequantize(words[2 * PLACE], scales, 2 * PLACE, dtype), 1)
     high = in_columns(dequantize(words[2 * PLACE + 1], scales, 2 * PLACE + 1, dtype), 1)
     numbers = gl.join(low, high).permute([0, 2, 1]).reshape([64, 64])
@@ -63,9 +63,9 @@ def numbers_of(words, scales, PLACE: gl.constexpr, layout: gl.constexpr, dequant
 
 @gluon.jit
 def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
-    """Scales [64] of the groups of step k of a tile, of the rows from row `first` of the tile on.
+    """Scales [64] of the groups of step k, for rows from row `first` of the tile on.
 
-    They are of `dtype`, see `scales_in`.
+    dtype: of the scales, see `scales_in`.
     """
     PER_STEP: gl.constexpr = ring[4].shape[0] // ring[2].shape[0]
     loaded = ()
@@ -76,10 +76,10 @@ def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
 
 @gluon.jit
 def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.constexpr):
-    """(words, scales) of step `turn`, of each block of 64 rows of a consumer.
+    """(words, scales) of step `turn` for each block of 64 rows of a consumer.
 
-    It is step k of its tile.  dtype: of the scales as they are stored.
-    given: scales of the rows, which all steps have; where groups have scales, what these are multiplied by, or None.
+    The step is step k of its tile. dtype: of the stored scales. given: scales of the rows, which all steps share; if
+    groups have scales, the factor of these, or None.
     """
     slot = full_slot(ring[2], turn)
     if form.gathers:
@@ -111,7 +111,10 @@ def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.co
 
 @gluon.jit
 def _zeros(HEIGHT: gl.constexpr):
-    """Sums of 64 rows of weights and HEIGHT of activations; 96 and 48, no powers of two, are two thirds and one."""
+    """Accumulators for 64 weight rows and HEIGHT activation rows.
+
+    96 and 48 are not powers of two; they are split into two thirds and one third.
+    """
     if HEIGHT % 3 == 0:
         return (_zeros(HEIGHT // 3 * 2)[0], _zeros(HEIGHT // 3)[0])
     else:
@@ -134,7 +137,10 @@ def _add(numbers, x, sums):
 
 @gluon.jit
 def _wait(sums, numbers, OTHERS: gl.constexpr):
-    """`sums` once they are there, while OTHERS other `_add`s may be in flight; `numbers` were theirs until now."""
+    """Wait for `sums`, while OTHERS other `_add`s may be in flight.
+
+    `numbers` were in use until now.
+    """
     if len(sums) == 2:
         sums = warpgroup_mma_wait(2 * OTHERS, deps=[sums[0], sums[1]])
     else:
@@ -147,7 +153,10 @@ def _wait(sums, numbers, OTHERS: gl.constexpr):
 def sums_by_wgmma(
     turn, ring, given, steps, form, scale_dtype: gl.constexpr, HEIGHT: gl.constexpr, WARPGROUP: gl.constexpr
 ):
-    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps so far); given, scale_dtype: see `load_words`."""
+    """(sums [64, HEIGHT] of both blocks of 64 rows, number of steps so far).
+
+    given, scale_dtype: see `load_words`.
+    """
     x_tiles = ring[0]
     STAGES: gl.constexpr = ring[2].shape[0]
     dtype: gl.constexpr = x_tiles.dtype
@@ -170,7 +179,8 @@ def sums_by_wgmma(
         last = numbers_of(words[1], scales[1], 1, operand, form.dequantize, dtype)
         sum_1 = _add(last, x_1, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
-        # the next step's first numbers, beside the last products; behind the last step this one's words again
+        # Dequantize the next step's first values alongside the last products; after the last step, this step's
+        # words again.
         following = turn + (k + 1 < steps).to(gl.int32)
         words, scales = load_words(ring, following, k + 1, given, form, scale_dtype, WARPGROUP)
         numbers = numbers_of(words[0], scales[0], 0, operand, form.dequantize, dtype)

@@ -1,18 +1,18 @@
-"""One-byte elements on Hopper with many rows per expert: loading, multiplying and scaling at the same time.
+"""One-byte elements on Hopper with many rows per expert: overlapped load, MMA and scaling.
 
 The tile kernel of `moe_core.kernels.gemm` alternates between the tensor cores and the scaling of their results, and
-waits in between.  Here one warp does nothing but request tiles (tensor memory accelerator, STAGES deep, running ahead
-into the next tile), and two groups of four warps each own 64 rows of a 128-row tile: while one scales, the other
-multiplies. Programs are persistent: one per multiprocessor, which takes one tile after the other.  Where the last tile
-of an expert has 64 rows or fewer, the two groups may share its rows, and each own a column block.
+stalls in between. Here one producer warp only requests tiles by TMA, STAGES deep and running ahead into the next tile.
+Two consumer warp groups own 64 rows each of a 128-row tile: while one scales, the other multiplies. The kernel is
+persistent: one CTA per SM, which takes one tile after another. Where the last tile of an expert has 64 rows or fewer,
+the two warp groups may share its rows, and each own a column block.
 
-The operand A has the rows of a tile next to each other ([P, K] in sorted order, or [E * T_max, K]).  Each program
-computes two blocks of 128 columns: gate and up, joined in the epilogue, or neighbours n and n + 128 of a plain product.
+The rows of a tile are adjacent in operand A ([P, K] in sorted order, or [E * T_max, K]). Each CTA computes two blocks
+of 128 columns: gate and up, joined in the epilogue, or neighbors n and n + 128 of an ungated product.
 
-Latency that nothing covers would be a third of the time of a tile of few steps.  So its scales and pairs are requested
-before the epilogue of the tile before, and its router weights before its own k loop.
+Exposed latency would be a third of the time of a tile with few steps. So a tile's scales and pairs are requested before
+the epilogue of the previous tile, and its router weights before its own k loop.
 
-Written in Gluon, because the order of waits is the point; there is no interpreter for it.
+The kernel is written in Gluon because the order of waits matters. There is no interpreter for it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,14 @@ from moe_core.kernels.gemm.sm90.pipeline import (
 
 
 class KernelForm(NamedTuple):
-    """What the kernel is compiled for: its k loop with what it reads before, and constants.
+    """Compile-time parameters of the kernel: its k loop, the loads before it, and constants.
 
-    ``short``: how tiles of at most 64 rows are computed, see `hopper_pipeline`; the result is the same.
+    Attributes:
+        prefetch: Device function that loads what the k loop needs.
+        multiply: Device function of the k loop.
+        group_m: Row tiles that are rasterized together.
+        short: How tiles of at most 64 rows are computed, see `moe_core.kernels.gemm.sm90.pipeline`; the result is the
+            same.
     """
 
     prefetch: Any
@@ -53,9 +58,9 @@ class KernelForm(NamedTuple):
 
 @gluon.jit
 def _share(tile, form, WARPGROUP: gl.constexpr):
-    """(first row, rows [64] that may be read, column block) of what one consumer multiplies of a tile.
+    """(first row, rows [64] that may be read, column block) of one consumer's share of a tile.
 
-    Of a short tile all rows, and column block n + WARPGROUP.
+    For a short tile: all rows, and column block n + WARPGROUP.
     """
     _, start, end, block_n = tile
     short = is_short(tile, form)
@@ -66,7 +71,10 @@ def _share(tile, form, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.constexpr):
-    """Loads for a tile, in flight: what the k loop takes, and the pairs of the rows, () where none are needed."""
+    """Loads for a tile, in flight: (inputs of the k loop, pairs of the rows).
+
+    The pairs are () where none are needed.
+    """
     _, row, block_n = _share(tile, form, WARPGROUP)
     pairs = ()
     if epilogue.weights is not None:
@@ -76,13 +84,16 @@ def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.c
 
 @gluon.jit
 def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, sizes, form, WARPGROUP: gl.constexpr):
-    """Multiply rows 64 * WARPGROUP .. 64 * WARPGROUP + 63 of every tile, scale, finish and store; see `_share`."""
+    """Multiply, scale, finish and store 64 rows of every tile.
+
+    The rows are 64 * WARPGROUP .. 64 * WARPGROUP + 63; see `_share` for short tiles.
+    """
     pairs = schedule[2]
     tiles, blocks_n, steps, N = sizes
     GEMM1: gl.constexpr = epilogue.activation != ""
     GATED: gl.constexpr = epilogue.gated
     bits: gl.constexpr = result.out.dtype.element_ty.primitive_bitwidth
-    # float32 goes as it lies, whole sectors at a time; else 16 bytes per thread, by way of shared memory
+    # float32 is stored directly, in whole sectors. Other types go through shared memory, 16 bytes per thread.
     width: gl.constexpr = 128 // bits
     rows_first: gl.constexpr = gl.BlockedLayout([1, width], [32 * width // 128, 128 // width], [4, 1], [1, 0])
     store: gl.constexpr = LAYOUT if bits == 32 else rows_first
@@ -93,13 +104,13 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, size
     index, tile = receive(queue, 0)
     ahead = _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP)
     while index < tiles * blocks_n:
-        # what the next tile is arrives while this one is multiplied
+        # The next tile's location arrives while this one is multiplied.
         index, next_tile = receive(queue, received)
         received += 1
         expert, _, end, _ = tile
         short = is_short(tile, form)
         first, row, block_n = _share(tile, form, WARPGROUP)
-        # the slots of a short tile are in turn one consumer's and the other's
+        # The slots of a short tile alternate between the two consumers.
         own = gl.where(short, WARPGROUP, 0)
         stride = gl.where(short, 2, 1)
         slots = (ring[0], ring[1], ring[2], ring[3], turn + own, stride)
@@ -112,7 +123,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, size
             weight = gl.load(epilogue.weights + ahead[1][0])[:, None]
         if form.short:
             mbarrier.wait(met[0], (shorts & 1) ^ 1)
-        zero = turn - turn  # 0 as a value that changes
+        zero = turn - turn  # 0 as a runtime value
         acc_0, acc_1, taken = form.multiply(
             zero, ahead[0], row, expert, block_n, a_args, b_args, slots, steps, N, WARPGROUP, GATED
         )
@@ -147,13 +158,13 @@ def hopper_kernel(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program per multiprocessor.
+    """Persistent grouped GEMM of one-byte elements: one CTA per SM.
 
     GEMM1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
     - a_desc [P, K], b_desc over all weights: descriptors with blocks of 128 x depth of a step; strides: see `producer`
-    - a_args and b_args, the scales, see the k loops; schedule, result and epilogue as in the tile kernel
-    - N columns of the result, of one half where gated; form: `KernelForm`
+    - a_args and b_args: scales, see the k loops; schedule, result and epilogue as in the tile kernel
+    - N: columns of the result, of one half if gated; form: `KernelForm`
     """
     begin_pdl(PDL)
     DEPTH: gl.constexpr = a_desc.block_shape[1]
@@ -170,8 +181,8 @@ def hopper_kernel(
     BLOCKS: gl.constexpr = 1 if epilogue.gated else 2
     blocks_n = gl.cdiv(N, BLOCKS * TILE)
     sizes = (tiles, blocks_n, steps, N)
-    second = N if epilogue.gated else TILE  # rows from one weight block to the other
-    # constants stand here and not in variables, which would turn them into values
+    second = N if epilogue.gated else TILE  # row distance of the two weight blocks
+    # Constants are passed inline: variables would turn them into values.
     gl.warp_specialize(
         [
             (_consumer, (schedule, a_args, b_args, result, epilogue, ring, queue, met, sizes, form, gl.constexpr(0))),

@@ -1,5 +1,7 @@
-"""Start the warp-specialised kernel of `moe_core.kernels.gemm.sm90.kernel`; what starting another one shares with
-it."""
+"""Launch of the warp-specialized kernel of `moe_core.kernels.gemm.sm90.kernel`.
+
+Launches of other sm_90 kernels share its helpers.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,23 @@ from torch import Tensor
 from moe_core.kernels.gemm.tiles.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, weight_strides
 from moe_core.kernels.launch.launch import launch
 
-#: rows and columns of a tile of one operand, and of a weight block
+#: Rows and columns of a tile of one operand, and of a weight block.
 TILE = 128
-#: steps in flight, of 128 columns: 48 KB each, and room for the epilogue's change of layout
+#: Steps of 128 columns in flight: 48 KB each, plus space for the epilogue's layout conversion.
 STAGES = 4
 
 
 def descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
-    """Tensor descriptor of a contiguous-column matrix, or of experts' weights as `rows_of_experts` has them."""
+    """Return a tensor descriptor of a matrix or of experts' weights.
+
+    Args:
+        matrix: Matrix with contiguous columns, or weights that `rows_of_experts` accepts.
+        block: Rows and columns of a block.
+        swizzle: Swizzle width in bytes.
+
+    Returns:
+        The tensor descriptor.
+    """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -30,7 +41,17 @@ def descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
 
 
 def specialised(gemm: Gemm) -> WarpSpecialisedGemm:
-    """How the kernel computes the GEMM.  Raises TypeError where the weight has none."""
+    """Return how the warp-specialized kernel computes a GEMM.
+
+    Args:
+        gemm: The GEMM.
+
+    Returns:
+        The weight's warp-specialized form.
+
+    Raises:
+        TypeError: The weight has none.
+    """
     if gemm.weight.warp_specialised is None:
         raise TypeError("the weight has no warp-specialised kernel")
     return gemm.weight.warp_specialised
@@ -46,9 +67,17 @@ def start(
     form: Any,
     stages: int,
 ) -> None:
-    """A program for each multiprocessor, at most one for each tile of ``blocks`` column blocks.
+    """Launch a persistent kernel: one CTA per SM, at most one per tile and column block.
 
-    ``rows``: where the kernel finds an expert's weights in their matrix.
+    Args:
+        kernel: The kernel.
+        gemm: The GEMM.
+        blocks: Number of column blocks.
+        operands: Arguments of the operands.
+        scales: Arguments of the scales.
+        rows: Where the kernel finds an expert's weights in their matrix.
+        form: Compile-time parameters of the kernel.
+        stages: Slots of the ring buffer.
     """
     device, weight = gemm.result.out.device, gemm.weight
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -71,10 +100,16 @@ def start(
 
 
 def hopper_gemm(gemm: Gemm) -> None:
-    """One GEMM of operand A [P, K] by sorted row and a weight, of one type of one byte.
+    """Run a GEMM of sorted operand A [P, K] and a weight with the same one-byte dtype.
 
-    The weight's ``functions`` (see `moe_core.kernels.gemm.sm90.kernel`) get the rows' ``gemm.a.warp_specialised`` and
-    its scales. With an activation the result has sorted rows, without, rows by pair.
+    The weight's ``functions`` (see `moe_core.kernels.gemm.sm90.kernel`) receive ``gemm.a.warp_specialised`` of the rows
+    and the scales of the weight. The result has sorted rows with an activation, and rows by pair without.
+
+    Args:
+        gemm: The GEMM.
+
+    Raises:
+        TypeError: The weight has no warp-specialized kernel.
     """
     from moe_core.kernels.gemm.sm90.kernel import KernelForm, hopper_kernel
 

@@ -1,20 +1,20 @@
-"""Words of 4-bit codes x 16-bit activations on Hopper with many rows per expert: dequantising beside the tensor cores.
+"""4-bit words x 16-bit activations on Hopper with many rows per expert.
 
-The tile kernel of `moe_core.kernels.gemm` dequantises a step's words and then multiplies them.  Here, as in
-`moe_core.kernels.gemm.sm90.kernel`, one warp does nothing but request words and activations; rows of tokens, which no
-tensor map gathers, take four warps of 16-byte copies.  Two groups of four warps share a tile of weights, each in blocks
-of 64 rows.  Programs are persistent: one per multiprocessor.
+The tile kernel of `moe_core.kernels.gemm` dequantizes a step's words and then multiplies them. Here, dequantization
+overlaps with the tensor cores. As in `moe_core.kernels.gemm.sm90.kernel`, one producer warp only requests words and
+activations. Rows by token, which no TMA descriptor gathers, take four warps of 16-byte copies instead. Two consumer
+warp groups share a tile of weights, each in blocks of 64 rows. The kernel is persistent: one CTA per SM.
 
-Products are transposed, weights first, from registers.  Activations are four times as many bytes as weights: a tile has
-more rows of weights than of activations, because otherwise the way from L2 would be the limit.  A tile of the schedule
-takes the smallest of HEIGHTS that its rows fit in, so that an expert's last rows cost what they are.
+Products are transposed, with weights first, from registers. Activations are four times as many bytes as weights. So a
+tile has more weight rows than activation rows; otherwise L2 bandwidth would be the limit. A tile of the schedule uses
+the smallest of HEIGHTS that holds its rows, so that the cost of an expert's last rows matches their number.
 
-Latency that nothing covers would be a third of the time of a tile of few steps.  So a tile's place in the schedule is
-requested before the k loop of the tile before, its pairs before that tile's epilogue, and its router weights before its
-own k loop.  Scales of groups come with the words that they belong to, as many steps ahead.
+Exposed latency would be a third of the time of a tile with few steps. So a tile's place in the schedule is requested
+before the k loop of the previous tile, its pairs before that tile's epilogue, and its router weights before its own k
+loop. Scales of groups arrive with their words, as many steps ahead.
 
-Sums are added up in the order of the tile kernel: results are the same, bit for bit, but for the activation
-function, and for int4 with scales near the limits of float32 (`moe_core.kernels.gemm.fragments.scales.powers_of`).
+Sums are accumulated in the order of the tile kernel. Results are bitwise equal, except for the activation function, and
+for int4 with scales near the limits of float32 (`moe_core.kernels.gemm.fragments.scales.powers_of`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ from moe_core.kernels.gemm.sm90.fragment_order import BLOCKS, CHUNK, ROW_LAYOUT,
 from moe_core.kernels.gemm.sm90.pipeline import allocate_barriers, empty_slot, locate_tile, tile_start
 from moe_core.kernels.gemm.tiles.tile_kernel import deinterleave, finish_values
 
-# groups of warps that multiply
+# Warp groups that multiply.
 CONSUMERS = gl.constexpr(2)
-# rows of weights of a tile
+# Weight rows of a tile.
 TILE = gl.constexpr(CONSUMERS.value * BLOCKS.value * ROWS.value)
 
 
 class WordsForm(NamedTuple):
-    """What the kernel is compiled for; constants, and a device function.
+    """Compile-time parameters of the kernel: constants, and a device function.
 
-    - ``heights`` descending, the first is that of the schedule's tiles: powers of two, and three quarters of them; the
-      activations' descriptor has blocks of a common divisor
-    - ``groups`` and ``dequantize``: `moe_core.kernels.gemm.marlin.weight.WordFunctions`
-    - ``interleaved``: gate and up rows alternate in blocks of 8; ``gathers``: activations are rows of tokens
+    Attributes:
+        heights: Tile heights, descending, starting with that of the schedule's tiles: powers of two, and three quarters
+            of them. The activations' descriptor has blocks of a common divisor.
+        groups: Groups of a step, see `moe_core.kernels.gemm.marlin.weight.WordFunctions`.
+        interleaved: Whether gate and up rows alternate in blocks of 8.
+        gathers: Whether activations are rows by token.
+        group_m: Row tiles that are rasterized together.
+        dequantize: Device function, see `moe_core.kernels.gemm.marlin.weight.WordFunctions`.
     """
 
     heights: gl.constexpr
@@ -59,7 +63,7 @@ class WordsForm(NamedTuple):
 
 @gluon.jit
 def _height(rows, HEIGHTS: gl.constexpr):
-    """The smallest of the descending HEIGHTS that is not below `rows`."""
+    """The smallest of the descending HEIGHTS that is at least `rows`."""
     height = rows * 0 + HEIGHTS[0]
     for i in gl.static_range(1, len(HEIGHTS)):
         height = gl.where(rows <= HEIGHTS[i], HEIGHTS[i], height)
@@ -70,9 +74,9 @@ def _height(rows, HEIGHTS: gl.constexpr):
 def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: gl.constexpr):
     """Loads for the tile of a `tile_start`, in flight.
 
-    (row behind the expert's last one, scales of the rows of each block, their channel scales, pairs of the rows, the
-    expert's power); all but the first are () where there are none.  How many rows the tile has is not known yet: pairs
-    are those of the highest tile, with rows of other experts, and of row 0 in place of rows that are not `in_use`.
+    (end of the expert's rows, scales of the rows of each block, their channel scales, pairs of the rows, the expert's
+    power); all but the first are () where there are none. The number of rows of the tile is not known yet. So pairs are
+    loaded for the tallest tile, including rows of other experts, and row 0 replaces rows that are not `in_use`.
     """
     expert, first, block_n = tile
     end = gl.load(schedule[1] + expert + 1)
@@ -102,9 +106,10 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
 
 @gluon.jit
 def _finish(acc, factor, epilogue, result, of_rows, tile, end, first, N, form, PART: gl.constexpr):
-    """From a finished product [64, rows] to the stores: rows `first` .. of the weights, PART .. of the tile.
+    """Run the epilogue of a finished product [64, rows], up to the stores.
 
-    of_rows: router weights and pairs of the tile's rows, in shared memory; end: the row behind the expert's last one.
+    It covers weight rows from `first` on, and tile rows from PART on. of_rows: router weights and pairs of the tile's
+    rows, in shared memory; end: end of the expert's rows.
     """
     HEIGHT: gl.constexpr = acc.shape[1]
     dtype: gl.constexpr = result.out.dtype.element_ty
@@ -124,7 +129,7 @@ def _finish(acc, factor, epilogue, result, of_rows, tile, end, first, N, form, P
     if epilogue.weights is not None:
         weight = of_rows[0].slice(PART, HEIGHT, 0).load(gl.SliceLayout(0, layout))[None, :]
     value = finish_values(value, up, epilogue, N, expert, None, columns, None, activate, True, False, weight)
-    # eight consecutive columns of a row of the result per thread
+    # Eight consecutive columns of a row of the result per thread.
     store: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
     value = gl.convert_layout(value.to(dtype), store)
     columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, store))
@@ -157,7 +162,7 @@ def _tile(
 ):
     """Multiply, finish and store one tile, whose `_prefetch` is `ahead`.
 
-    (number of steps that were taken so far, `_prefetch` of the tile `following`)
+    Returns (number of steps so far, `_prefetch` of the tile `following`).
     """
     end, scales, factors, pairs, power = ahead
     weight = None
@@ -173,7 +178,7 @@ def _tile(
     sums, turn = sums_by_wgmma(turn, ring, given, sizes[2], form, scale_dtype, HEIGHT, WARPGROUP)
     ahead = _prefetch(following, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     if len(pairs) > 0:
-        # all warps have read those of the tile before: they met in the k loop
+        # All warps have read those of the previous tile: they synchronized in the k loop.
         of_rows[1].store(pairs[0])
         if weight is not None:
             of_rows[0].store(weight)
@@ -206,11 +211,11 @@ def _tile(
 
 @gluon.jit
 def _consumer(schedule, b_args, result, epilogue, ring, of_rows, sizes, form, WARPGROUP: gl.constexpr):
-    """Multiply the blocks of one group of warps of every tile of weights."""
+    """Multiply the blocks of one warp group of every tile of weights."""
     tiles, blocks_n, steps, N, rows_per_expert = sizes
     own = (of_rows[0].index(WARPGROUP), of_rows[1].index(WARPGROUP))
     tile = tile_start(gl.program_id(0), schedule, tiles, blocks_n, form.group_m)
-    # rows are in use up to the end of the last tile
+    # Rows are in use up to the end of the last tile.
     in_use = locate_tile(tiles * blocks_n, schedule, tiles, blocks_n, form.group_m)[2]
     ahead = _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     turn = 0
@@ -241,19 +246,20 @@ def _consumer(schedule, b_args, result, epilogue, ring, of_rows, sizes, form, WA
 
 @gluon.jit
 def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
-    """Request every tile that this program multiplies, as far ahead as there is room.
+    """Request every tile that this CTA multiplies, as far ahead as there are free slots.
 
-    Activations in sorted order by their descriptor; of tokens by four warps, which copy their rows, 16 bytes a thread.
+    Activations in sorted order are requested by descriptor. Rows by token are copied by four warps, 16 bytes per
+    thread.
     """
     x_tiles, w_tiles, full, empty, s_tiles = ring
     tiles, blocks_n, steps, N, rows_per_expert = sizes
     HEIGHTS: gl.constexpr = form.heights
     GROUPS: gl.constexpr = form.groups
     PAIRED: gl.constexpr = b_args.scales.dtype.element_ty.primitive_bitwidth == 16
-    # rows of scales, or of pairs, that a step has
+    # Rows of scales, or of pairs, per step.
     PER_STEP: gl.constexpr = s_tiles.shape[0] // full.shape[0]
     BOX: gl.constexpr = w_desc.block_shape[0]
-    # rows of a step that share a row of the matrix
+    # Rows of a step that share a row of the matrix.
     SHARED: gl.constexpr = w_desc.block_shape[1] // WORDS
     BYTES: gl.constexpr = TILE * WORDS * 4
     if form.gathers:
@@ -289,7 +295,7 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
                 target = w_tiles.index(slot).slice(part * BOX, BOX, 0)
                 tma_load(w_desc, [(row + k * rows_per_expert) // SHARED + part * BOX, 0], ready, target)
             for i in gl.static_range(PER_STEP):
-                # two steps of one group share pairs
+                # Two steps of one group each share pairs.
                 group = k // 2 if PAIRED and GROUPS == 1 else k * PER_STEP + i
                 group = gl.minimum(group, b_args.groups - 1)
                 copy_rows(s_tiles.index(slot * PER_STEP + i), scales + group * b_args.scale_g, mask=exists)
@@ -326,14 +332,14 @@ def words_kernel(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program per multiprocessor.
+    """Persistent grouped GEMM of 4-bit words: one CTA per SM.
 
     GEMM1: out [P, width] = act(x w13^T + bias), rows in sorted order; gemm2: out[pair] = x w2^T + bias.
 
-    - x [P, K] in sorted order and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in one:
-      descriptors; or, where the form `gathers`, x = (x [tokens, K], row stride, pairs of a token)
-    - b_args, schedule, result and epilogue as the tile kernel and its device functions have them
-    - N columns of the result, of one half where gated; form: `WordsForm`
+    - x [P, K] in sorted order, and w_desc [E * steps * rows_per_expert, words of a step], or with two such rows in one:
+      descriptors. If the form `gathers`, x = (x [tokens, K], row stride, pairs of a token).
+    - b_args, schedule, result and epilogue as in the tile kernel and its device functions
+    - N: columns of the result, of one half if gated; form: `WordsForm`
     """
     begin_pdl(PDL)
     dtype: gl.constexpr = x[0].dtype.element_ty if form.gathers else x.dtype

@@ -1,4 +1,4 @@
-"""Start the kernel of `moe_core.kernels.gemm.sm90.mixed_input`."""
+"""Launch of the kernel of `moe_core.kernels.gemm.sm90.mixed_input`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from moe_core.kernels.gemm.fragments.fragment_order import STEP, WORDS
 from moe_core.kernels.gemm.sm90.launch import descriptor, specialised, start
 from moe_core.kernels.gemm.tiles.launch import Gemm, constant, lines_of_experts
 
-#: rows of weights of a tile, which are requested together
+#: Weight rows of a tile, which are requested together.
 WORDS_BOX = 256
-#: shared memory for operands: what is left is room for their scales, and for the epilogue's change of layout
+#: Shared memory for operands, in bytes. The remainder is for their scales and the epilogue's layout conversion.
 RING = 196608
-#: heights that tiles take, by the rows that the schedule's have: what an expert's last rows need
+#: Tile heights by the height of the schedule's tiles; a tile uses the smallest that holds its rows.
 HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
-#: rows of the schedule's tiles
+#: Heights of the schedule's tiles.
 ROWS = tuple(HEIGHTS)
 
 
 def words_gemm(gemm: Gemm) -> None:
-    """As `hopper_gemm`, for 4-bit words [E, steps, rows, words of a step] and operand A of 16 bits.
+    """Run a GEMM of 4-bit words [E, steps, rows, words of a step] and a 16-bit operand A.
 
-    ``gemm.a.warp_specialised`` is () where A is sorted; of tokens, (top-k,), and rows are read in whole 32 bytes.
-    ``weight_scales``: `b_args` of the tile kernel's device functions, and the groups of `WordFunctions`, whose
-    ``dequantize`` is what ``functions`` give.
+    See `hopper_gemm` for the result. ``gemm.a.warp_specialised`` is () if A is sorted. For rows by token it is
+    (top-k,), and rows are read in whole 32 bytes. ``weight_scales`` holds `b_args` of the tile kernel's device
+    functions, and ``groups`` of `WordFunctions`; ``functions`` returns its ``dequantize``.
+
+    Args:
+        gemm: The GEMM.
+
+    Raises:
+        TypeError: The weight has no warp-specialized kernel.
     """
     from moe_core.kernels.gemm.sm90.mixed_input import WordsForm, words_kernel
 

@@ -1,18 +1,20 @@
-"""What every k loop of `moe_core.kernels.gemm.sm90.kernel` shares: its tiles, the warp that requests them, and slots
-for operands.
+"""Shared parts of the k loops of `moe_core.kernels.gemm.sm90.kernel`.
+
+These are its tiles, the producer warp that requests them, and the slots for operands.
 
     ring = (a_tiles, b_tiles, full, empty, start, stride)
 
 A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, as deep as the
-blocks of their descriptors.  `full` and `empty` are its barriers.  Step `turn` of a tile is in slot start + turn *
-stride, counted without end.
+blocks of their descriptors. `full` and `empty` are its barriers. Step `turn` of a tile is in slot start + turn *
+stride, a running index.
 
-Programs draw their tiles from a counter, tiles[1] of the schedule, which is 0 before the kernel and after it.  The
-producer draws ahead, finds where the tile is, and tells the consumers by a queue.
+CTAs draw their tiles from a counter, tiles[1] of the schedule, which is 0 before and after the kernel. The producer
+draws ahead, locates the tile and passes it to the consumers through a queue.
 
-A short tile, the end of an expert with at most 64 rows, is the work of one consumer.  Where `short` the two consumers
-multiply the same rows by neighbouring column blocks, each from slots of its own, every other one of the ring.  Its
-items of odd column blocks are nobody's.  Behind it the two meet, see `allocate_meeting`.
+A short tile, the end of an expert with at most 64 rows, is enough work for one consumer only. With `short`, the two
+consumers multiply the same rows by neighboring column blocks, each from separate slots, every other one of the ring.
+The items of odd column blocks of such a tile are skipped. After it the two consumers synchronize, see
+`allocate_meeting`.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from moe_core.kernels.device.gluon import barrier, tma_load
 from moe_core.kernels.gemm.tiles.schedule import tile_of
 
-# rows of a tile, columns of one of its two blocks
+# Rows of a tile, and columns of one of its two blocks.
 TILE = gl.constexpr(128)
-# rows that one group of four warps owns
+# Rows that one warp group owns.
 HALF = gl.constexpr(64)
-# indices that the producer may be ahead of the consumers
+# Number of tiles that the producer may be ahead of the consumers.
 QUEUE = gl.constexpr(4)
-# of a product [64, 128]
+# Layout of a product [64, 128].
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 
 
 @gluon.jit
 def tile_start(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
-    """Expert, first row and column block of a tile; of the last tile for an index beyond it."""
+    """Expert, first row and column block of a tile; the last tile for an index beyond it."""
     last = gl.maximum(tiles * blocks_n - 1, 0)
     tile, block_n = tile_of(gl.minimum(index, last), gl.maximum(tiles, 1), blocks_n, GROUP_M)
     exists = tiles > 0
@@ -47,14 +49,14 @@ def tile_start(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
-    """As `tile_start`, with the row behind the expert's last one: expert, first row, that row, column block."""
+    """`tile_start` with the end of the expert's rows: (expert, first row, end, column block)."""
     expert, first, block_n = tile_start(index, schedule, tiles, blocks_n, GROUP_M)
     return expert, first, gl.load(schedule[1] + expert + 1), block_n
 
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
-    """(full, empty) of so many slots: PRODUCERS arrive at the first, two consumers at the second."""
+    """(full, empty) of STAGES slots: PRODUCERS arrive at the first, two consumers at the second."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -65,12 +67,12 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
 
 @gluon.jit
 def allocate_meeting(SHORT: gl.constexpr):
-    """(A barrier at which both consumers arrive when they have multiplied a short tile,); () where none is.
+    """(barrier at which both consumers arrive after a short tile,); () if not `SHORT`.
 
     The memory of a barrier that is never waited for would be given to data: see `moe_core.testing.barriers`.
 
-    A wait for a phase also ends while the phase before it is not complete.  Slots of the other consumer were not
-    waited for, so that before the next tile asks for one of them, the other must have seen it filled.
+    A wait for a phase also ends while the phase before it is not complete. A consumer does not wait for the other's
+    slots. So before the next tile requests one of them, the other consumer must have seen it filled.
     """
     if SHORT:
         met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -82,9 +84,9 @@ def allocate_meeting(SHORT: gl.constexpr):
 
 @gluon.jit
 def slot_and_phase(place, SLOTS: gl.constexpr):
-    """The slot of `place`, counted without end, and the phase of its barriers."""
+    """The slot of running index `place`, and the phase of its barriers."""
     if SLOTS & (SLOTS - 1) == 0:
-        # on the critical path of each step: a signed division would ask for the sign
+        # On the critical path of each step: a signed division would also test the sign.
         return place & (SLOTS - 1), (place & SLOTS) // SLOTS
     else:
         return place % SLOTS, (place // SLOTS) & 1
@@ -92,7 +94,7 @@ def slot_and_phase(place, SLOTS: gl.constexpr):
 
 @gluon.jit
 def full_slot(full, place):
-    """The slot of `place`, counted without end, when it has been filled."""
+    """Wait until the slot of running index `place` is filled, and return the slot."""
     slot, phase = slot_and_phase(place, full.shape[0])
     mbarrier.wait(full.index(slot), phase)
     return slot
@@ -100,7 +102,7 @@ def full_slot(full, place):
 
 @gluon.jit
 def empty_slot(empty, place):
-    """The slot for `place`, when the consumers have freed it."""
+    """Wait until the consumers have freed the slot for `place`, and return the slot."""
     slot, phase = slot_and_phase(place, empty.shape[0])
     mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot
@@ -115,7 +117,7 @@ def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def free_slot(ring, turn, some):
-    """All four warps have read the operands of step `turn` of a tile; if `some`."""
+    """Free the slot of step `turn` when all four warps have read its operands; only if `some`."""
     barrier()
     slot, _ = slot_and_phase(ring[4] + turn * ring[5], ring[3].shape[0])
     mbarrier.arrive(ring[3].index(slot), pred=some)
@@ -123,9 +125,9 @@ def free_slot(ring, turn, some):
 
 @gluon.jit
 def allocate_queue():
-    """(tiles, sent, taken): what the producer tells the consumers, and its barriers."""
+    """(tiles, sent, taken): the queue from the producer to the consumers, and its barriers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    # number i of an entry is at i * QUEUE
+    # Field i of an entry is at i * QUEUE.
     entries = gl.allocate_shared_memory(gl.int32, [5 * QUEUE, 1], layout)
     sent, taken = allocate_barriers(QUEUE, 1)
     return entries, sent, taken
@@ -133,7 +135,7 @@ def allocate_queue():
 
 @gluon.jit
 def receive(queue, turn):
-    """The index that was sent as number `turn`, and its `locate_tile`."""
+    """The index that was sent as entry `turn`, and its `locate_tile`."""
     entries, sent, taken = queue
     slot = full_slot(sent, turn)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -159,26 +161,27 @@ def _send(queue, turn, index, tile):
 
 @gluon.jit
 def is_short(tile, form):
-    """Whether a tile has the rows of one consumer only, and the two share it."""
+    """Whether a tile has rows for one consumer only and the two share it."""
     return form.short and tile[2] - tile[1] <= HALF
 
 
 @gluon.jit
 def _is_done(tile, form):
-    """Whether a tile is done with the column block before it."""
+    """Whether a tile was already computed with the previous column block."""
     return is_short(tile, form) and tile[3] % 2 == 1
 
 
 @gluon.jit
 def _draw(counter, total):
-    """An index that no program had.  Each program has its own number first, and stops at the first beyond the last.
+    """Draw an index that no CTA has had.
 
-    `atom.inc` wraps around: the last of all draws leaves 0 for the next kernel.
+    The first index of each CTA is its own number. It stops at the first index beyond the last. `atom.inc` wraps around:
+    the last of all draws leaves 0 for the next kernel.
     """
     programs = gl.num_programs(0)
     last = gl.maximum(total - programs, 0) + programs - 1
-    # `gl.atomic_add` is a branch of one thread, which `ptxas` may not join to its warp before the others read what
-    # it drew: see `moe_core.testing.reconverged`
+    # `gl.atomic_add` is a branch of one thread, which `ptxas` may not reconverge with its warp before the other
+    # threads read the result: see `moe_core.testing.reconverged`.
     thread = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     drawn = gl.inline_asm_elementwise(
         """{
@@ -198,7 +201,7 @@ def _draw(counter, total):
 
 @gluon.jit
 def _next_tile(schedule, tiles, blocks_n, form):
-    """The index of the next tile of this program, and where it is."""
+    """The index of the next tile of this CTA, and its location."""
     total = tiles * blocks_n
     index = _draw(schedule[0] + 1, total)
     tile = locate_tile(index, schedule, tiles, blocks_n, form.group_m)
@@ -213,9 +216,9 @@ def _next_tile(schedule, tiles, blocks_n, form):
 def producer(
     a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, strides, second, form, BLOCKS: gl.constexpr
 ):
-    """Request every tile that this program multiplies, as far ahead as there is room.
+    """Request every tile that this CTA multiplies, as far ahead as there are free slots.
 
-    strides: rows of b_desc from one expert to the next, and rows and columns from one step of the k loop to the next.
+    strides: rows of b_desc from one expert to the next, and rows and columns from one k-loop step to the next.
     """
     a_tiles, b_tiles, full, empty = ring
     DEPTH: gl.constexpr = a_desc.block_shape[1]
@@ -228,7 +231,7 @@ def producer(
     sent = 1
     turn = 0
     while index < total:
-        # sent before the tile is requested: consumers ask for it before they multiply
+        # Send before requesting the tile: consumers ask for it before they multiply.
         index, next_tile = _next_tile(schedule, tiles, blocks_n, form)
         _send(queue, sent, index, next_tile)
         sent += 1
@@ -242,7 +245,7 @@ def producer(
             slot = empty_slot(empty, turn)
             ready = full.index(slot)
             if short:
-                # for the consumer that does not read the slot
+                # On behalf of the consumer that does not read the slot.
                 mbarrier.arrive(empty.index(slot))
                 mbarrier.expect(ready, (HALF + 2 * TILE) * DEPTH)
                 if part == 0:

@@ -1,11 +1,14 @@
-"""The k loop of one consumer in `moe_core.kernels.gemm.sm90.kernel`, where scales do not change along k.
+"""The k loop of `moe_core.kernels.gemm.sm90.kernel` for scales constant along k.
 
-    a_args = (scales, whether each row has one or None: each expert, NaN flags of rows or None: see
-        `gemm.scaled_mm.scale_or_nan`)
+This is the loop of one consumer.
+
+    a_args = (scales, per_row, nan_flags)
     b_args = (scales, stride per expert, per half of a gated product, per column)
 
-with strides of 0 where the scale is the same.  Scales of A with zero points are int64 (`gemm.scaled_mm.with_zero`);
-b_args then ends with the sums of the weights' rows [E, rows] int32 and their expert stride.
+`per_row` is None if each expert has a scale; otherwise each row has one. `nan_flags` of rows may be None, see
+`moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`. Strides are 0 where the scale is the same. Scales of A with zero
+points are int64 (`moe_core.kernels.gemm.tiles.scaled_mm.with_zero`). b_args then ends with the sums of the weights'
+rows [E, rows] int32 and their expert stride.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from moe_core.kernels.gemm.tiles.scaled_mm import scale_and_zero, scale_or_nan
 
 @gluon.jit
 def _of_columns(pointer, stride_half, stride_column, block_n, N, GATED: gl.constexpr):
-    """What belongs to the columns [128] of both blocks, one a thread; see `_spread`."""
+    """Values for the columns [128] of both blocks, one per thread; see `_spread`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     column = block_n * (TILE if GATED else 2 * TILE) + gl.arange(0, TILE, layout=layout)
-    # beyond the last column: any scale
+    # Beyond the last column any scale will do.
     found = gl.load(pointer + gl.minimum(column, N - 1) * stride_column)
     if GATED:
         pointer += stride_half
@@ -34,13 +37,19 @@ def _of_columns(pointer, stride_half, stride_column, block_n, N, GATED: gl.const
 
 @gluon.jit
 def _spread(columns):
-    """[128] of `_of_columns` to the threads that have the columns of a product: through shared memory, not 32 loads."""
+    """Distribute [128] of `_of_columns` to the threads that hold the product's columns.
+
+    This goes through shared memory instead of 32 loads.
+    """
     return gl.convert_layout(columns, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
 def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
-    """(scales of rows [64], those of columns [128] of both blocks, and the sums of their weights with zero points)."""
+    """(row scales [64], column scales [128] of both blocks[, sums of their weights]).
+
+    The sums are loaded with zero points.
+    """
     a_scales, by_row, nan_flags = a_args
     place = row
     if by_row is None:
@@ -58,15 +67,16 @@ def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
 def scaled_mm(
     turn, ahead, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
 ):
-    """(scaled float32 products [64, 128] of both blocks, number of steps that were taken so far); ahead: `prefetch`.
+    """(scaled float32 products [64, 128] of both blocks, number of steps so far).
 
-    int8 is summed in int32, exactly, and scaled once; e4m3 in float32, in the tensor cores.
+    ahead: result of `prefetch`. int8 is summed exactly in int32 and scaled once; e4m3 is summed in float32, in the
+    tensor cores.
     """
     INT8: gl.constexpr = ring[0].dtype == gl.int8
     row_scale = ahead[0]
     ZERO: gl.constexpr = row_scale.dtype == gl.int64
     if ZERO:
-        # the sums start at what the zero points take away: behind the loop no registers are left for it
+        # The sums start at the zero points' correction: after the loop no registers are left for it.
         row_scale, zero = scale_and_zero(row_scale)
         acc = (-zero[:, None] * _spread(ahead[3]), -zero[:, None] * _spread(ahead[4]))
     elif INT8:
@@ -79,14 +89,14 @@ def scaled_mm(
         a, b = wait_for_slot(ring, turn, WARPGROUP)
         more = True if ZERO else k > 0
         if INT8:
-            # Triton has no integer instruction of 256 columns: two of 128
+            # Triton has no integer instruction of 256 columns: use two of 128.
             acc_0 = warpgroup_mma(a, b.slice(0, TILE, 0).permute((1, 0)), acc[0], use_acc=more, is_async=True)
             acc_1 = warpgroup_mma(a, b.slice(TILE, TILE, 0).permute((1, 0)), acc[1], use_acc=more, is_async=True)
             acc = warpgroup_mma_wait(2, deps=[acc_0, acc_1])
         else:
             acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=more, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-        # the step before this one is done: its slot is free
+        # The previous step is done: free its slot.
         free_slot(ring, turn + ring[3].shape[0] - 1, k > 0)
         turn += 1
     acc = warpgroup_mma_wait(0, deps=acc if INT8 else [acc])

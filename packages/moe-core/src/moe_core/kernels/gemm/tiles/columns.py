@@ -1,9 +1,9 @@
-"""Columns of weights that are grouped in another order than they come in, and activations to match.
+"""Weight columns reordered by quantization group, and activations gathered to match.
 
-With an activation order a column belongs to any group.  At load the columns of each expert are put in the order of
-their groups, and its activations are gathered in that order when they are used: exact whatever the groups are.  Where
-groups have other numbers of columns than the key says (a shard of a matrix), each is filled up to multiples of a
-smaller group, which then all have scales of their own; the products then read single columns, which is slow.
+With an activation order, a column may belong to any group. At load time the columns of each expert are sorted by group.
+At run time its activations are gathered in that order, which is exact for any groups. Where group sizes differ from the
+key's (in a shard of a matrix), each group is padded to a multiple of a smaller group size, and all smaller groups get
+their own scales. The products then read single columns, which is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_core.kernels.gemm.tiles.schedule import expert_of
 from moe_core.kernels.launch.launch import launch
 from moe_core.kernels.ops.batch import Batch
 
-#: columns of the smaller groups
+#: Columns of the smaller groups.
 CHUNK = 32
 
 
@@ -30,8 +30,10 @@ CHUNK = 32
 class Grouped:
     """Columns in the order of their groups.
 
-    ``index`` int32 [E, columns]: the column that stands there, -1 for none; ``group_size`` of the columns that stand
-    together; ``groups`` int64 [E, ceil(columns / group_size)]: the group of each.
+    Attributes:
+        index: int32 [E, columns], the source column at each position; -1 for padding.
+        group_size: Number of consecutive columns that share a group.
+        groups: int64 [E, ceil(columns / group_size)], the group of each run of columns.
     """
 
     index: Tensor
@@ -40,9 +42,18 @@ class Grouped:
 
 
 def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
-    """The order of ``g_idx`` [E, K] int32, of ``count`` groups that mostly have ``group_size`` columns.
+    """Sort the columns of each expert by group.
 
-    Waits for the device.  Sizes depend on ``count`` and on whether all groups are whole, on nothing else in ``g_idx``.
+    This synchronizes with the device. Output sizes depend only on ``count`` and on whether all groups are whole.
+
+    Args:
+        g_idx: int32 [E, K], the group of each column.
+        group_size: Number of columns that most groups have.
+        count: Number of groups.
+
+    Returns:
+        The order, with groups of ``group_size`` if all groups are whole, otherwise with padded groups of `CHUNK`
+        columns.
     """
     experts, columns = g_idx.shape
     device = g_idx.device
@@ -53,12 +64,12 @@ def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
     if count == -(-columns // group_size):
         whole = torch.full_like(sizes[0], group_size)
         whole[-1] = columns - (count - 1) * group_size
-        # without values, as of a real checkpoint
+        # Meta tensors have no values; groups of a real checkpoint are taken as whole.
         if g_idx.is_meta or bool((sizes == whole).all()):
             chunk, places = group_size, columns
     chunks = -(-sizes // chunk)
     ends = chunks.cumsum(dim=1)
-    # the place of a column: where its group starts, and how many of the group stand before it
+    # The position of a column: the start of its group plus the number of the group's columns before it.
     before = sizes.cumsum(dim=1) - sizes
     group = g_idx.long().gather(1, order)
     within = torch.arange(columns, device=device) - before.gather(1, group)
@@ -72,10 +83,12 @@ def group_columns(g_idx: Tensor, group_size: int, count: int) -> Grouped:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Columns of activations as a weight has them.
+    """Order and pre-scales of activation columns that a weight requires.
 
-    ``k`` of them; ``index`` int32 [E, k]: those of x that stand there (-1: zeros), None: the same; ``pre_scales``
-    float32 [E, K] that multiply those of x, or None.
+    Attributes:
+        k: Number of columns.
+        index: int32 [E, k], the column of x at each position, -1 for zeros; None keeps the order.
+        pre_scales: float32 [E, K] that multiply the columns of x, or None.
     """
 
     k: int
@@ -83,11 +96,25 @@ class Columns:
     pre_scales: Tensor | None = None
 
     def gathers(self, columns: int) -> bool:
-        """Whether activations of so many columns are gathered before the GEMM."""
+        """Whether activations are gathered before the GEMM.
+
+        Args:
+            columns: Number of columns of the activations.
+
+        Returns:
+            True if columns are reordered or pre-scaled and none are padded.
+        """
         return (self.index is not None or self.pre_scales is not None) and self.k == columns
 
     def indexes(self, columns: int) -> bool:
-        """Whether the GEMM reads them column by column: groups were filled up to whole ones."""
+        """Whether the GEMM reads columns one by one, because groups were padded.
+
+        Args:
+            columns: Number of columns of the activations.
+
+        Returns:
+            True if the weight has another number of columns.
+        """
         return self.k != columns
 
 
@@ -108,7 +135,7 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (pair, block of columns); see `gather_columns`."""
+    """Gather columns; program (pair, block of columns). See `gather_columns`."""
     begin_pdl(PDL)
     pair = tl.program_id(0).to(tl.int64)
     expert = expert_of(pair, pair >= 0, row_args, IN_USE)
@@ -125,17 +152,24 @@ def gather_kernel(
     if factor is not None:
         value = value.to(tl.float32) * tl.load(factor + expert * stride_factor + source, mask=some, other=0.0)
         value = downcast(value, out.dtype.element_ty)
-    # zeros fill up the row
+    # Zeros pad the row.
     tl.store(out + pair * stride_out + column, value, mask=column < stride_out)
 
 
 def gather_columns(
     x: Tensor, out: Tensor, columns: Columns, routing: Routing | Batch, *, by_token: bool, pdl: bool
 ) -> None:
-    """out[pair, c] = x[row, index[expert, c]] * pre_scales[expert, index[expert, c]].
+    """Write out[pair, c] = x[row, index[expert, c]] * pre_scales[expert, index[expert, c]].
 
-    ``x`` [rows, K], a row per token (``by_token``) or per pair (batched: row); ``out`` [pairs, k and more].  Pairs
-    without a local expert (batched: rows beyond those in use) stay as they are.
+    Pairs without a local expert (batched: rows beyond those in use) are not written.
+
+    Args:
+        x: [rows, K], one row per token or pair.
+        out: [pairs, at least k].
+        columns: Order and pre-scales of the columns.
+        routing: Routing, or the batch.
+        by_token: Whether a row of ``x`` is a token; otherwise it is a pair (batched: a row).
+        pdl: Whether the launch overlaps with its neighbors.
     """
     in_use, row_args = routing.in_use
     index, factor = columns.index, columns.pre_scales

@@ -1,4 +1,7 @@
-"""The end of a gemm2 whose programs have all pairs of a token: bias, router weights and the sum over the pairs."""
+"""Epilogue of a gemm2 whose programs hold all pairs of a token.
+
+It adds the bias, applies router weights and sums over the pairs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from moe_core.kernels.device.casts import downcast
 
 @triton.jit
 def finalize_pairs(acc, epilogue, result, N, expert, exists, pair, token, columns):
-    """out[token] = sum over its pairs of weight * (acc + bias), from `acc` [pairs, columns] to the stores; float32.
+    """Store out[token] = sum over its pairs of weight * (acc + bias).
 
-    `expert` [pairs], 0 of a pair that has none here: what does not `exist`, whose sums may be anything, adds nothing.
+    `acc` is float32 [pairs, columns]. `expert` [pairs] is 0 for a pair without a local expert. Such a pair does not
+    `exist`: its sums are undefined and add nothing.
     """
     inside = columns < N
     if epilogue.bias is not None:
@@ -26,11 +30,11 @@ def finalize_pairs(acc, epilogue, result, N, expert, exists, pair, token, column
 
 @triton.jit
 def store_zeros(result, N, token, columns):
-    """out[token] = 0: no pair of the token has an expert here.
+    """Store out[token] = 0 for a token none of whose pairs has a local expert.
 
-    Needs no wait for the launch before (`moe_core.kernels.device.pdl`), which writes no result and reads nothing of
-    such a token; all launches before that one have ended.
+    This does not wait for the previous launch (`moe_core.kernels.device.pdl`), which writes no result and reads nothing
+    of such a token. All launches before that one have completed.
     """
-    # of the columns' layout
+    # Zeros in the layout of the columns.
     zeros = (columns * 0).to(result.out.dtype.element_ty)
     tl.store(result.out + token * result.stride + columns, zeros, mask=columns < N)

@@ -1,4 +1,4 @@
-"""Launches the grouped GEMM; the host side of `tile_kernel`."""
+"""Launch of the grouped GEMM: the host side of `tile_kernel`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from moe_core.kernels.ops.batch import Batch
 from moe_core.kernels.ops.sort import Schedule
 from moe_core.spec.config import FusedMoEConfig
 
-#: as Triton takes numbers and texts inside a tuple, if constant; not truth values, which equal numbers
+#: Wrap a number or string as a Triton constant inside a tuple. Not for booleans, which compare equal to numbers.
 constant = cache(tl.constexpr)
 FLOAT32 = tl.constexpr(tl.float32)
-#: the row of an operand or of the result that a row of a tile is; "position": in the sorted order
+#: Meaning of a tile row in an operand or in the result; "position" is the sorted order.
 Rows = Literal["position", "token", "pair"]
-#: which rows are in use: IN_USE and row_args of `moe_core.kernels.gemm.tiles.quantize_rows.rows_in_use`
+#: Rows in use: IN_USE and row_args of `moe_core.kernels.gemm.tiles.quantize_rows.rows_in_use`.
 InUse = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class WarpSpecialisedGemm:
-    """How the warp-specialised kernel of `moe_core.kernels.gemm.sm90.kernel` computes a GEMM.
+    """How the warp-specialized kernel of `moe_core.kernels.gemm.sm90.kernel` computes a GEMM.
 
-    ``tensor`` of one byte, row-major [E, rows, K] or block-major (`weight_strides`); ``functions`` gives the scheme's
-    device functions, (prefetch, k loop), imported on use; ``weight_scales``: the tuple of scales that both take;
-    ``depth`` columns of a step.
-    ``start`` starts another kernel instead (one of `moe_core.kernels.gemm.sm90.launch`), and says what the others are.
-    ``rows`` that the schedule's tiles may have; ``gathers``: it reads the rows of tokens too.
+    Attributes:
+        tensor: Weights with one-byte elements, row-major [E, rows, K] or block-major (`weight_strides`).
+        functions: Returns the scheme's device functions (prefetch, k loop); they are imported on use.
+        weight_scales: Tuple of scales that both functions take.
+        depth: Columns of a k-loop step.
+        start: Launches another kernel instead (one of `moe_core.kernels.gemm.sm90.launch`) and defines what the other
+            fields mean.
+        rows: Tile heights that the schedule may have.
+        gathers: Whether the kernel also reads rows by token.
     """
 
     tensor: Tensor
@@ -54,11 +58,12 @@ class WarpSpecialisedGemm:
 class OperandA:
     """Operand A of a GEMM.
 
-    - ``arguments``: the tuple `a_args` of the tile kernel's `open_a`
-    - ``which``: the row of A that a row of a tile is
-    - ``load_a`` reads it in place of the weight's, if given: what is quantised while it is loaded
-    - ``aligned``: every row starts at a multiple of 16 bytes
-    - ``warp_specialised``: the tuple `a_args` of the warp-specialised kernel; None: it can't read these rows
+    Attributes:
+        arguments: The tuple `a_args` of the tile kernel's `open_a`.
+        which: The row of A that a tile row refers to.
+        load_a: Replaces the weight's `load_a` if given, for rows that are quantized on load.
+        aligned: Whether every row starts at a multiple of 16 bytes.
+        warp_specialised: The tuple `a_args` of the warp-specialized kernel; None if it cannot read these rows.
     """
 
     arguments: tuple[Any, ...]
@@ -74,17 +79,22 @@ def _same(config: TileConfig) -> TileConfig:
 
 @dataclass(frozen=True, eq=False)
 class GemmWeight:
-    """The weight of one GEMM, made once per layer: what kernels get of it, and how many rows and columns there are.
+    """Weight of one GEMM, built once per layer: kernel arguments and sizes.
 
-    - ``arguments``: the tuple `b_args` of the tile kernel's `open_b`; the first is the tensor of weights [E, rows,
-      columns], or block-major (`weight_strides`), in which an element holds ``packed`` columns
-    - ``n`` rows, of one half (gate or up) where gated, and ``k`` columns; ``bias`` [E, rows of all halves], any float
-      dtype
-    - ``functions``: the device functions for a launch configuration
-    - ``block_k``: columns of a step of the k loop; ``whole_steps``: rows are filled up to a multiple of it
-    - ``interleaved``: gate and up rows are interleaved in blocks of 8, see the tile kernel
-    - ``warp_specialised``: how the warp-specialised kernel multiplies it, if it can; ``tile_config``: the launch
-      configuration of the tile kernel where that one was chosen and can't
+    Attributes:
+        arguments: The tuple `b_args` of the tile kernel's `open_b`. Its first element is the weight tensor [E, rows,
+            columns], or block-major (`weight_strides`), in which an element holds ``packed`` columns.
+        n: Rows, of one half (gate or up) if gated.
+        k: Columns.
+        functions: Returns the device functions for a launch configuration.
+        block_k: Columns of a k-loop step.
+        bias: [E, rows of all halves], any float dtype, or None.
+        packed: Columns per element.
+        interleaved: Whether gate and up rows are interleaved in blocks of 8, see the tile kernel.
+        whole_steps: Whether rows are padded to a multiple of ``block_k``.
+        warp_specialised: How the warp-specialized kernel multiplies the weight, or None.
+        tile_config: Returns the tile kernel's configuration for a call that the warp-specialized kernel was chosen for
+            but cannot compute.
     """
 
     arguments: tuple[Any, ...]
@@ -101,12 +111,15 @@ class GemmWeight:
 
     @cached_property
     def aligned(self) -> bool:
-        """`has_aligned_rows` of the weights."""
+        """Whether the weights satisfy `has_aligned_rows`."""
         return has_aligned_rows(self.arguments[0])
 
     @cached_property
     def matrix(self) -> Tensor | None:
-        """The weights as `rows_of_experts` has them, where tensor descriptors can: aligned, experts contiguous."""
+        """The weights as `rows_of_experts`, if tensor descriptors can read them.
+
+        That requires aligned rows and contiguous experts; otherwise None.
+        """
         weights = self.arguments[0]
         if weights.dim() == 4:
             flat = weights.is_contiguous()
@@ -115,16 +128,24 @@ class GemmWeight:
         return rows_of_experts(weights) if self.aligned and flat and weights.numel() else None
 
     def descriptor(self, block_rows: int, block_columns: int) -> Any:
-        """Host-side tensor descriptor for a tile of so many rows and columns, where there is a matrix.
+        """Return a host-side tensor descriptor for a tile, or None without a `matrix`.
 
-        Over `lines_of_experts` of block-major weights, so that a block of it is a tile of other sizes.
+        The descriptor of block-major weights covers `lines_of_experts`, so that its block has other sizes than the
+        tile.
+
+        Args:
+            block_rows: Rows of the tile.
+            block_columns: Columns of the tile.
+
+        Returns:
+            The tensor descriptor, or None.
         """
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         if self.matrix is None:
             return None
         weights, columns = self.arguments[0], block_columns // self.packed
-        # the up half of an odd number of rows starts in the middle of a line
+        # The up half of an odd number of rows starts in the middle of a line.
         if weights.dim() == 4 and (self.interleaved or self.n % 2 == 0):
             matrix = lines_of_experts(weights)
             return TensorDescriptor.from_tensor(matrix, [block_rows * columns // matrix.shape[1], matrix.shape[1]])
@@ -133,7 +154,14 @@ class GemmWeight:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """The activation between the two products: a `MoEActivation` value and its parameters; "" behind gemm2."""
+    """Activation between the two products.
+
+    Attributes:
+        name: A `MoEActivation` value, or "" for gemm2.
+        alpha: Parameter of the activation.
+        beta: Parameter of the activation.
+        limit: Clamp limit, or None.
+    """
 
     name: str = ""
     alpha: float = 1.0
@@ -142,7 +170,14 @@ class Activation:
 
     @staticmethod
     def of(config: FusedMoEConfig) -> Activation:
-        """The activation of a layer; parameters that it does not have stand at values that change nothing."""
+        """Return the activation of a layer.
+
+        Args:
+            config: Configuration of the layer.
+
+        Returns:
+            The activation; parameters that it does not have are neutral.
+        """
         params = config.params
         alpha = 1.0 if params.alpha is None else params.alpha
         beta = 0.0 if params.beta is None else params.beta
@@ -150,6 +185,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
+        """Whether the activation joins gate and up halves."""
         return bool(self.name) and not self.name.endswith("_no_mul")
 
     @cached_property
@@ -160,9 +196,14 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """``ids`` [M, k] int32 or int64, ``weights`` [M, k] float32, both contiguous; ``expert_map`` [E] int32 or None.
+    """Routing of a call.
 
-    ``weights`` None: they are applied already.
+    Attributes:
+        ids: [M, k] int32 or int64, contiguous expert ids.
+        weights: [M, k] float32, contiguous router weights; None if they are already applied.
+        num_experts: Number of local experts.
+        expert_map: [E] int32, the local expert of each id, or None.
+        weight_on_input: Whether router weights apply to the input of the layer.
     """
 
     ids: Tensor
@@ -173,33 +214,56 @@ class Routing:
 
     @property
     def top_k(self) -> int:
+        """Experts per token."""
         return self.ids.shape[1]
 
     @property
     def num_ids(self) -> int:
+        """Number of valid expert ids."""
         return self.num_experts if self.expert_map is None else self.expert_map.numel()
 
     @property
     def num_pairs(self) -> int:
+        """Number of (token, expert) pairs."""
         return self.ids.numel()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What kernels get to find the experts of pairs, see `moe_core.kernels.gemm.tiles.schedule.expert_of`."""
+        """Kernel arguments that locate the expert of a pair.
+
+        See `moe_core.kernels.gemm.tiles.schedule.expert_of`.
+        """
         return self.ids, self.expert_map, self.top_k, self.num_ids, self.num_experts
 
     @property
     def in_use(self) -> InUse:
-        """Pairs that have a local expert."""
+        """Selector of the pairs that have a local expert."""
         return "pairs", self.arguments
 
     def max_tiles(self, block_m: int) -> int:
-        """Most tiles of so many rows."""
+        """Return the largest possible number of tiles.
+
+        Args:
+            block_m: Rows of a tile.
+
+        Returns:
+            Upper bound of the number of tiles.
+        """
         return max_tiles(self.ids.numel(), self.num_experts, block_m)
 
 
 class TileFunctions(NamedTuple):
-    """A scheme's `@triton.jit` functions, and the type of the sum that ``multiply`` adds to; see the tile kernel."""
+    """A scheme's `@triton.jit` functions, see `moe_core.kernels.gemm.tiles.tile_kernel`.
+
+    Attributes:
+        open_a: Returns the state of a row tile.
+        load_a: Loads a tile of operand A and its scale.
+        open_b: Returns the state of a weight tile.
+        load_b: Loads a tile of weights and its scale.
+        multiply: Adds the product of two tiles to the accumulator.
+        scale_acc: Scales the accumulator after the loop, or None.
+        accumulate: Dtype of the accumulator.
+    """
 
     open_a: Any
     load_a: Any
@@ -211,13 +275,22 @@ class TileFunctions(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where the result of a GEMM goes, and how it is quantised, as kernels get it; `Result.of` makes it.
+    """Destination and quantization of a GEMM result, as kernels take it.
 
-    ``out`` [rows, ``width``], rows ``stride`` apart: of gemm1 with room for whole tiles.  ``quantize`` None stores
-    values as they are, see `moe_core.kernels.gemm.tiles.tile_kernel`; else ``quant_args`` are its own, and ``scales``
-    [rows, groups of a row] hold ``groups`` scales per tile, or are None for static ones.  ``amax`` int32, zeroed,
-    [rows] or [1], receives what ``amax_kind`` says ("" nothing), see there.  ``block`` columns are a tile of the
-    split-K reduction.
+    `Result.of` builds it.
+
+    Attributes:
+        out: [rows, width]; rows of h have space for whole tiles.
+        stride: Row stride of ``out``.
+        scales: [rows, groups of a row], or None for static scales.
+        stride_scales: Row stride of ``scales``.
+        amax: int32, zeroed, [rows] or [1], receives what ``amax_kind`` selects; or None.
+        quant_args: Arguments of ``quantize``, or None.
+        quantize: Device function, see `moe_core.kernels.gemm.tiles.tile_kernel`; None stores values unchanged.
+        groups: Scales per tile and row.
+        amax_kind: What goes to ``amax``, see `moe_core.kernels.gemm.tiles.tile_kernel`; "" for nothing.
+        width: Columns of ``out``.
+        block: Columns of a tile of the split-K reduction.
     """
 
     out: Tensor
@@ -234,7 +307,16 @@ class Result(NamedTuple):
 
     @staticmethod
     def of(out: Tensor, scales: Tensor | None = None, **others: Any) -> Result:
-        """With the sizes of ``out`` and ``scales``; ``others`` of the fields."""
+        """Build a result with the sizes of ``out`` and ``scales``.
+
+        Args:
+            out: [rows, width].
+            scales: [rows, groups of a row], or None.
+            others: Values of the remaining fields.
+
+        Returns:
+            The result.
+        """
         stride_scales = 0 if scales is None else scales.stride(0)
         return Result(out, out.stride(0), scales, stride_scales, width=out.shape[1], **others)
 
@@ -242,8 +324,10 @@ class Result(NamedTuple):
 class LoRADelta(NamedTuple):
     """LoRA deltas of a GEMM, which are added before bias and activation.
 
-    ``values`` [pairs, columns] (of gemm1: of both halves), rows ``stride`` apart; ``ids`` [pairs] int32: negative where
-    there is none, and the row of ``values`` is undefined.
+    Attributes:
+        values: [pairs, columns] (gemm1: of both halves).
+        stride: Row stride of ``values``.
+        ids: [pairs] int32; negative where there is no delta and the row of ``values`` is undefined.
     """
 
     values: Tensor
@@ -252,11 +336,19 @@ class LoRADelta(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a kernel does with a finished tile: bias, activation (see `moe_core.kernels.device.activation`), router
-    weights, LoRA.
+    """What a kernel does with a finished tile: LoRA, router weights, bias and activation.
 
-    ``bias`` [E, rows of all halves]; router ``weights`` by pair, which multiply gemm1's product before bias and
-    activation, or gemm2's result.  gemm2 has the activation "".
+    Attributes:
+        bias: [E, rows of all halves], or None.
+        stride_bias: Expert stride of ``bias``.
+        weights: Router weights by pair, or None. They multiply gemm1's product before bias and activation, or gemm2's
+            result.
+        lora: LoRA deltas, or None.
+        activation: Name, see `moe_core.kernels.device.activation`; "" for gemm2.
+        gated: Whether there are gate and up halves.
+        alpha: Parameter of the activation.
+        beta: Parameter of the activation.
+        limit: Clamp limit of the activation, or None.
     """
 
     bias: Tensor | None
@@ -276,7 +368,17 @@ _NO_ACTIVATION = Activation()
 def epilogue_of(
     bias: Tensor | None, routing: Routing | Batch, activation: Activation | None, lora: LoRADelta | None = None
 ) -> Epilogue:
-    """The epilogue of gemm1 (with an ``activation``) or gemm2."""
+    """Return the epilogue of gemm1 (with an ``activation``) or of gemm2.
+
+    Args:
+        bias: [E, rows of all halves], or None.
+        routing: Routing, or the batch.
+        activation: Activation of gemm1; None for gemm2.
+        lora: LoRA deltas, or None.
+
+    Returns:
+        The epilogue.
+    """
     weights = routing.weights if routing.weight_on_input == (activation is not None) else None
     stride = 0 if bias is None else bias.stride(0)
     return Epilogue(bias, stride, weights, lora, *(activation or _NO_ACTIVATION).arguments)
@@ -284,11 +386,22 @@ def epilogue_of(
 
 @dataclass(frozen=True, eq=False)
 class Gemm:
-    """A grouped GEMM over sorted pairs, or over batched rows: gemm1 with an ``activation``, gemm2 without.
+    """Grouped GEMM over sorted pairs or batched rows.
 
-    ``a`` [rows, K] times ``weight``, to ``result``, whose rows are ``out_rows``; batched rows, [E * T_max, columns],
-    are all the same.  With ``config.split_k`` > 1 ``result`` gets float32 partial sums by pair, [pairs * split_k,
-    columns of all halves]; gemm1's `reduce_split_k` reduces.
+    gemm1 has an ``activation``, gemm2 has none. With ``config.split_k`` > 1, ``result`` receives float32 partial sums
+    by pair, [pairs * split_k, columns of all halves]. For gemm1, `reduce_split_k` reduces them.
+
+    Attributes:
+        config: Launch configuration.
+        weight: The weight.
+        a: Operand A [rows, K].
+        result: Destination.
+        order: Sorted order of the pairs, or the tile list of the batch.
+        routing: Routing, or the batch.
+        activation: Activation of gemm1; None for gemm2.
+        out_rows: Meaning of the rows of ``result``. All meanings agree for batched rows, [E * T_max, columns].
+        lora: LoRA deltas, or None.
+        pdl: Whether the launch overlaps with its neighbors.
     """
 
     config: TileConfig
@@ -304,13 +417,18 @@ class Gemm:
 
     @property
     def epilogue(self) -> Epilogue:
+        """Epilogue of the GEMM, as kernels take it."""
         return epilogue_of(self.weight.bias, self.routing, self.activation, self.lora)
 
 
 def grouped_gemm(gemm: Gemm) -> None:
-    """The GEMM by the tile kernel.
+    """Run a GEMM with the tile kernel.
 
-    Raises TensorError where rows of h have no room for whole tiles.
+    Args:
+        gemm: The GEMM.
+
+    Raises:
+        TensorError: Rows of h have no space for whole tiles.
     """
     a, b, order = gemm.a, gemm.weight, gemm.order
     config = b.tile_config(gemm.config)
@@ -353,7 +471,7 @@ def grouped_gemm(gemm: Gemm) -> None:
         SPLIT_K=config.split_k,
         SUBTILES=subtiles,
         pdl=gemm.pdl,
-        # rows that 16-byte copies cannot reach go through registers: share them among more threads
+        # Rows that 16-byte copies cannot reach go through registers: distribute them over more threads.
         num_warps=config.num_warps if aligned else 8,
         num_stages=config.num_stages,
         **({"maxnreg": config.max_registers} if config.max_registers and aligned else {}),
@@ -361,7 +479,15 @@ def grouped_gemm(gemm: Gemm) -> None:
 
 
 def reduce_split_k(gemm: Gemm, result: Result) -> None:
-    """The split-K reduction of gemm1: out[pair] = act(sum of the partial sums + bias), quantised as ``result`` says."""
+    """Reduce the split-K partial sums of gemm1: out[pair] = act(sum of partial sums + bias).
+
+    Args:
+        gemm: gemm1, whose result holds the partial sums.
+        result: Destination, which also defines the quantization.
+
+    Raises:
+        TypeError: The GEMM is not gemm1, or its rows are batched.
+    """
     routing, partials, columns = gemm.routing, gemm.result.out, gemm.weight.n
     if not isinstance(routing, Routing) or gemm.activation is None:
         raise TypeError("the k loop of gemm1 alone is split so, and not over batched rows")
@@ -381,14 +507,26 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
 
 
 def has_aligned_rows(tensor: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes."""
+    """Whether every row starts at a multiple of 16 bytes.
+
+    Args:
+        tensor: Tensor with contiguous rows.
+
+    Returns:
+        True if the data pointer and all strides but the last are multiples of 16 bytes.
+    """
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     return all(start % 16 == 0 for start in starts)
 
 
 def rows_of_experts(weights: Tensor) -> Tensor:
-    """``weights``, experts one after the other, as a matrix [E * rows, columns]; of block-major ones with a block of
-    columns: [E * K / block * rows, block].
+    """View weights as a matrix with the experts one after another.
+
+    Args:
+        weights: [E, rows, K], or block-major [E, K / block, rows, block].
+
+    Returns:
+        [E * rows, K]; of block-major weights [E * K / block * rows, block].
     """
     if weights.dim() == 4:
         return weights.flatten(0, 2)
@@ -397,17 +535,32 @@ def rows_of_experts(weights: Tensor) -> Tensor:
 
 
 def lines_of_experts(weights: Tensor) -> Tensor:
-    """`rows_of_experts` of block-major weights, two rows of 64 bytes in one: the memory system's requests are 128."""
+    """Return `rows_of_experts` with two block-major rows of 64 bytes joined into one of 128.
+
+    Requests of the memory system have 128 bytes.
+
+    Args:
+        weights: [E, rows, K], or block-major [E, K / block, rows, block].
+
+    Returns:
+        The matrix, unchanged where rows are not 64 bytes or their number is odd.
+    """
     matrix = rows_of_experts(weights)
     half = weights.dim() == 4 and matrix.shape[1] * matrix.element_size() == 64 and weights.shape[2] % 2 == 0
     return matrix.view(-1, 2 * matrix.shape[1]) if half else matrix
 
 
 def weight_strides(weights: Tensor, depth: int) -> tuple[int, int, int]:
-    """Elements from an expert, a row and a step of the k loop of ``depth`` columns to the next.
+    """Return the strides between experts, rows and k-loop steps, in elements.
 
-    ``weights`` row-major [E, rows, K], or block-major [E, K / depth, rows, depth], contiguous: what a program reads at
-    a time lies together.
+    In block-major weights, the data that a program reads at a time is contiguous.
+
+    Args:
+        weights: Row-major [E, rows, K], or block-major [E, K / depth, rows, depth], contiguous.
+        depth: Columns of a k-loop step.
+
+    Returns:
+        Strides of expert, row and step.
     """
     if weights.dim() == 4:
         return weights.stride(0), weights.stride(2), weights.stride(1)

@@ -1,12 +1,12 @@
-"""The LoRA deltas of a fused layer: two more grouped GEMMs for each of its GEMMs.
+"""LoRA deltas of a fused layer: two additional grouped GEMMs for each of its GEMMs.
 
     group_ids  of adapter and expert, for every pair                  (one launch)
     sort       pairs by them                                          (one, two for many pairs)
     low        [pairs, parts * R] = x A^T
     added      [pairs, columns]   = low B^T                           (one launch for each part)
 
-Each pair of adapter and expert is an expert of its own there: adapter a and local expert e are number a * E + e of the
-weights [L * E, rows, columns], which are 16-bit or float32 numbers without scales.
+Here each pair of adapter and expert acts as a separate expert. Adapter a and local expert e have index a * E + e in the
+weights [L * E, rows, columns], which are 16-bit or float32 values without scales.
 
 The tile kernel adds `LoRADelta` in its epilogue, before bias, activation and router weight.
 """
@@ -54,7 +54,10 @@ def adapted_pairs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """group_ids [pairs] int32 of adapter and expert, -1 where there is none; row_args and IN_USE as of `expert_of`."""
+    """Write the index of adapter and expert to group_ids [pairs] int32, -1 where there is none.
+
+    row_args and IN_USE as in `expert_of`.
+    """
     begin_pdl(PDL)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < pairs
@@ -67,26 +70,34 @@ def adapted_pairs_kernel(
 
 @triton.jit
 def multiply(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + a @ b.T, in float32 where a is."""
+    """acc + a @ b.T, in float32 if a is float32."""
     if INTERPRET:
-        a = a.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
+        a = a.to(tl.float32)  # the interpreter multiplies the raw bits of bfloat16
     return acc + tl.dot(a, tl.trans(b.to(a.dtype)), out_dtype=tl.float32, input_precision="ieee")
 
 
 _FUNCTIONS = TileFunctions(open_plain, load_plain, open_weights, load_weights, multiply)
-#: pairs per adapter and expert from which larger tiles pay
+#: Pairs per adapter and expert from which taller tiles pay.
 _MANY = 32
 
 
 class Adapters:
-    """The adapters of one call, its pairs grouped by adapter and expert; see the module docstring.
+    """Adapters of one call, with its pairs grouped by adapter and expert.
 
-    ``uniform``: tiles have the same height for any number of tokens.
+    See the module docstring.
     """
 
     def __init__(
         self, lora: LoRA, routing: Routing | Batch, workspace: Mapping[str, Tensor], *, uniform: bool = False
     ) -> None:
+        """Group the pairs of a call by adapter and expert.
+
+        Args:
+            lora: Adapter weights, and the adapter of each token (batched: row).
+            routing: Routing, or the batch.
+            workspace: Tensors of `lora_workspaces`, by name.
+            uniform: Whether tiles have the same height for any number of tokens.
+        """
         self.lora = lora
         self.workspace = workspace
         pairs, experts = routing.num_pairs, routing.num_experts
@@ -107,13 +118,22 @@ class Adapters:
             num_warps=4,
         )
         self.routing = Routing(group_ids.view(-1, routing.top_k), None, total)
-        # products of other tile heights are other instructions
+        # Other tile heights use other instructions.
         self.block_m = 64 if pairs > _MANY * total and not uniform else 16
         scratch = {name.removeprefix(LORA): t for name, t in workspace.items() if name.startswith(LORA)}
         self.order = sort_pairs(self.routing.ids, total, self.block_m, workspace=scratch)
 
     def delta(self, name: str, x: Tensor, by_pair: bool) -> LoRADelta:
-        """The delta of ``name`` ("w13", "w2") for ``x``, which has a row for each token, or pair."""
+        """Compute the delta of one GEMM.
+
+        Args:
+            name: "w13" or "w2".
+            x: Input of the GEMM, one row per token or pair.
+            by_pair: Whether rows of ``x`` are pairs.
+
+        Returns:
+            The delta, in workspace tensors.
+        """
         a: Tensor = getattr(self.lora.weights, f"{name}_a").flatten(0, 1)
         b: Tensor = getattr(self.lora.weights, f"{name}_b").flatten(0, 1)
         pairs, rank = self.routing.num_pairs, b.shape[2]

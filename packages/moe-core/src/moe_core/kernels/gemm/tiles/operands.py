@@ -1,7 +1,7 @@
-"""How tiles of operands without scales of their own are read.
+"""Loading tiles of operands that have no scales.
 
-Weights with one element per byte (or more): what `open_b` and `load_b` share.  Activations: bfloat16,
-float16 or float32 [rows, K], or codes.
+Weights with one element per byte (or more): the shared parts of `open_b` and `load_b`. Activations: bfloat16, float16
+or float32 [rows, K], or codes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from moe_core.kernels.device.casts import downcast
 
 @triton.jit
 def weight_rows(weights, stride_e, stride_n, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """(pointers to the tile's rows, which of them exist, the first row's number for a descriptor over all experts).
+    """(pointers to the tile's rows, mask of existing rows, index of the first row).
 
-    weights [E, rows, K] with contiguous columns, or the first step of block-major ones; the up half starts at row N.
+    The index is that of a descriptor over all experts. weights [E, rows, K] with contiguous columns, or the first step
+    of block-major ones; the up half starts at row N.
     """
     columns = n + tl.arange(0, BLOCK_N)
     base = expert.to(tl.int64)
@@ -27,10 +28,10 @@ def weight_rows(weights, stride_e, stride_n, expert, half: tl.constexpr, n, N, B
 
 @triton.jit
 def step_strides(stride_n, stride_k):
-    """What `weight_tile` takes of weights with steps of the k loop ``stride_k`` elements from each other.
+    """Strides for `weight_tile` of weights whose k-loop steps are ``stride_k`` elements apart.
 
-    (stride_k, rows, columns): the last two from one step to the next in a matrix of rows of ``stride_n`` elements, as
-    a descriptor has it.  Row-major weights are (0, BLOCK_K) on, block-major ones (rows of an expert, 0).
+    (stride_k, rows, columns): the last two lead from one step to the next in a matrix of rows of ``stride_n`` elements,
+    as a descriptor addresses it. Row-major weights advance by (0, BLOCK_K), block-major ones by (rows of an expert, 0).
     """
     rows = stride_k // stride_n
     return stride_k, rows, stride_k - rows * stride_n
@@ -49,10 +50,10 @@ def weight_tile(
     EVEN_K: tl.constexpr,
     strides=None,
 ):
-    """Tile [BLOCK_N, BLOCK_K], step k, of row-major weights; of others with `step_strides`.
+    """Tile [BLOCK_N, BLOCK_K] of step k, of row-major weights; with `step_strides`, of others.
 
-    b_desc: a descriptor over the weights as a matrix (`moe_core.kernels.gemm.tiles.launch.rows_of_experts`), or None
-    for pointers. A row of it may be several of a block-major step (`lines_of_experts`).
+    b_desc: a descriptor over the weights as a matrix (`moe_core.kernels.gemm.tiles.launch.rows_of_experts`), or None to
+    load by pointers. One of its rows may hold several rows of a block-major step (`lines_of_experts`).
     """
     if b_desc is None:
         column = tl.arange(0, BLOCK_K)
@@ -68,7 +69,7 @@ def weight_tile(
         else:
             tile = tl.load(pointers, mask=inside[:, None] & (depth < K)[None, :], other=0.0)
     else:
-        # rows beyond this half or this expert are other weights: they only reach columns that are never stored
+        # Rows beyond this half or this expert are other weights. They only reach columns that are never stored.
         SHARED: tl.constexpr = b_desc.block_shape[1] // BLOCK_K
         if strides is None:
             tile = b_desc.load([first, k * BLOCK_K])
@@ -81,19 +82,22 @@ def weight_tile(
 
 @triton.jit
 def load_values(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K] of values that are padded to whole steps; `state` starts with pointers to the rows."""
+    """Tile [BLOCK_M, BLOCK_K] of rows padded to whole steps.
+
+    `state` starts with pointers to the rows.
+    """
     return tl.load(state[0][:, None] + (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]), 0.0
 
 
 @triton.jit
 def open_plain(a_args, rows, expert):
-    """a_args = (values, row stride): rows are padded to whole steps; with (…, columns) they have so many.
+    """a_args = (values, row stride[, columns[, index, stride, pre_scales, stride]]).
 
-    (…, columns, index [E, columns], stride, pre_scales [E, K] or None, stride): columns that `index` names (-1: zeros),
-    times their pre_scales.
+    Without `columns`, rows are padded to whole steps. index [E, columns] names the source columns (-1: zeros), which
+    pre_scales [E, K] multiply if it is not None.
     """
     pointers = a_args[0] + rows * a_args[1]
-    # Triton 3.6 counts no tuple that holds a None
+    # Triton 3.6 cannot take the length of a tuple that contains None.
     rest = a_args[2:4]
     if len(rest) < 2:
         return (pointers,) + rest

@@ -1,8 +1,8 @@
-"""Quantise rows of x where they are, or into the sorted order; rows are the `RowsForKernels` of
-`moe_core.kernels.ops.sort`.
+"""Quantize rows of x in place or into the sorted order.
 
-The sorted order is for kernels that want the rows of a tile side by side.  Every row is read once; a copy of the
-quantised rows afterwards would read them once per pair, from all over memory.
+Rows are the `RowsForKernels` of `moe_core.kernels.ops.sort`. The sorted order is for kernels that need the rows of a
+tile to be adjacent. Every row is read once. Copying quantized rows afterwards would read them once per pair, from
+scattered addresses.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from moe_core.kernels.ops.sort import QuantizeRows
 
 @triton.jit
 def rows_in_use(row, num_rows, row_args, IN_USE: tl.constexpr):
-    """(whether rows are in use, their local expert; 0 where a row has several or none).
+    """(mask of rows in use, their local expert; 0 where a row has several or none).
 
-    IN_USE "tokens": row_args as `routed` takes it; "sorted": (their number,); "all": (); else as `schedule.expert_of`.
+    IN_USE "tokens": row_args as in `routed`; "sorted": (number of rows,); "all": (); otherwise as in
+    `schedule.expert_of`.
     """
     inside = row < num_rows
     expert = tl.zeros_like(row).to(tl.int32)
@@ -53,16 +54,16 @@ def quantize_rows_kernel(
     BY_EXPERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_G groups per program, see `groups_of` and `store_groups`, of rows in use.
+    """Quantize BLOCK_G groups per program, of rows in use; see `groups_of` and `store_groups`.
 
-    positions [num_rows * TOP_K]: rows of the result are those of pairs, in the place of each that has a local expert.
-    BY_EXPERT: `quantize` depends on the expert, so that every pair is quantised by itself.  With x_scales [num_rows,
-    groups] x are codes already, and only change places.
+    positions [num_rows * TOP_K]: position in the result of each pair that has a local expert. BY_EXPERT: `quantize`
+    depends on the expert, so that every pair is quantized separately. With x_scales [num_rows, groups], x already holds
+    codes, which are only moved.
     """
     begin_pdl(PDL)
     index = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     if positions is None:
-        # groups are whole rows
+        # Groups are whole rows.
         used, expert = rows_in_use(index, num_rows, row_args, IN_USE)
         if tl.sum(used.to(tl.int32), axis=0) > 0:
             quantize_groups(rows, index, 0, tl.arange(0, rows.group)[None, :], used, expert[:, None])
@@ -95,14 +96,20 @@ def quantize_rows(
     x_scale: Tensor | None = None,
     pdl: bool,
 ) -> None:
-    """Quantise ``rows`` where they are in use; without ``positions`` their groups are whole rows.
+    """Quantize ``rows`` that are in use, in place or into the sorted order.
 
-    With ``positions`` of pairs (`sort_pairs(positions=True)`) ``rows.x`` [M, K] goes into the sorted order:
-    ``rows.values`` [P, K padded], ``rows.scales`` [P, groups].  ``by_expert``: the result depends on the expert (static
-    scales), so that each pair is quantised by itself.  ``x_scale`` [M, groups]: ``rows.x`` are codes already, which
-    only change places, with their scales.
+    Without ``positions``, the groups must be whole rows.
+
+    Args:
+        rows: Rows, destination and quantization. With ``positions``, ``rows.x`` is [M, K], ``rows.values`` [P, K
+            padded] and ``rows.scales`` [P, groups].
+        in_use: Selector of the rows in use.
+        positions: Sorted position of each pair (`sort_pairs(positions=True)`), or None.
+        by_expert: Whether the result depends on the expert (static scales), so that each pair is quantized separately.
+        x_scale: [M, groups]; ``rows.x`` then already holds codes, which are only moved, with their scales.
+        pdl: Whether the launch overlaps with its neighbors.
     """
-    # of groups that change places 16 of 128: programs enough for many rows, bytes enough for each
+    # For scattered groups, 16 groups of 128: enough programs for many rows, and enough bytes per program.
     block_g = max((4096 if positions is None else 2048) // rows.group, 1)
     kind, row_args = in_use
     launch(

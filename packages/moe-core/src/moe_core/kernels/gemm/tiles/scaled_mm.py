@@ -1,23 +1,23 @@
-"""One-byte elements with scales that do not change along k, as the grouped GEMM sees them.
+"""One-byte elements with scales that do not change along k, for the grouped GEMM.
 
     weights       [E, rows, K], one float32 scale per output row, or one per matrix (gate and up separately)
-    activations   one float32 scale per row, per expert (static) or for all; or values still to be quantised
+    activations   one float32 scale per row, per expert (static) or for all; or values that are quantized on load
 
-Codes are int8 or e4m3; what `quantize_*` and `load_unquantized` make has the type of a tensor that they are given for
-that, `codes`: numbers of e4m3 also in 16 bits, for MMAs of 16 bits.  Scales come once, after the loop (`scale_acc`).
-int8 is summed over all of k in int32; e4m3 in the tensor cores for a step, and from there in float32, since Hopper's
-units keep fewer bits of a running sum.
+Codes are int8 or e4m3. The outputs of `quantize_*` and `load_unquantized` have the dtype of their argument `codes`:
+values of e4m3 may also be stored in 16 bits, for 16-bit MMAs. Scales are applied once, after the loop (`scale_acc`).
+int8 is summed over all of k in int32. e4m3 is summed in the tensor cores within a step and in float32 across steps,
+because Hopper's tensor cores keep fewer bits of a running sum.
 
-With zero points int8 codes stand for (code - zero point) * scale.  Scale and zero point travel as one int64
-(`with_zero`), so that whatever moves a scale moves both.
+With zero points, int8 codes stand for (code - zero point) * scale. Scale and zero point are packed into one int64
+(`with_zero`), so that code that moves a scale moves both.
 
-A token whose values are not finite where its scale is made of them, or NaN where the scale is static, has a result
-of NaN.  Codes of e4m3 carry that.  Codes of integers don't: the row's scale becomes NaN, or, where programs that see a
-part of a row make codes for a static scale, the row is flagged, and who reads it makes its scale NaN (`scale_or_nan`).
+A token with non-finite values (dynamic scale), or with NaN (static scale), has a result of NaN. e4m3 codes represent
+NaN, integer codes do not: there the row's scale becomes NaN. Where programs that see only part of a row quantize it
+with a static scale, the row is flagged instead, and its reader replaces the scale by NaN (`scale_or_nan`).
 
-Few rows are quantised while they are loaded (`load_unquantized`): their tile is small beside that
-of the weights, and the scale, which needs the whole row or tensor, is known by then: static, or the magnitude that the
-kernel before has left.
+Few rows are quantized on load (`load_unquantized`), because their tile is small compared with the weight tile. The
+scale, which needs the whole row or tensor, is known by then: it is static, or derived from the magnitude that the
+previous kernel stored.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from moe_core.kernels.ops._quantize_kernels import (
     largest_magnitude,
 )
 
-# tiles that `_load_parts` makes of a step, set by `specialize`
+# Number of tiles that `_load_parts` splits a step into, set by `specialize`.
 PARTS = tl.constexpr(1)
-# scale and zero point of a row that holds a NaN
+# Scale and zero point of a row that contains a NaN.
 NAN_AND_ZERO = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
 def scale_of(amax, MAX: tl.constexpr):
-    """The scale of what has the largest magnitude `amax`, float32 or its bits in int32; NaN and infinity stay."""
+    """The scale for the largest magnitude `amax`, float32 or its bits in int32.
+
+    NaN and infinity propagate.
+    """
     if amax.dtype == tl.int32:
         amax = amax.to(tl.float32, bitcast=True)
     amax = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax)
@@ -57,13 +60,13 @@ def scale_of(amax, MAX: tl.constexpr):
 
 @triton.jit
 def scale_of_codes(amax, codes):
-    """As `scale_of`, for `codes` of int8 or e4m3."""
+    """`scale_of` for `codes` of int8 or e4m3."""
     return scale_of(amax, 127.0 if codes.dtype.element_ty == tl.int8 else 448.0)
 
 
 @triton.jit
 def with_zero(scale, zero):
-    """A float32 scale in the low half of an int64, an int32 zero point in the high one."""
+    """Pack a float32 scale (low half) and an int32 zero point (high half) into an int64."""
     return (zero.to(tl.int64) << 32) | (scale.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
@@ -75,10 +78,10 @@ def scale_and_zero(both):
 
 @triton.jit
 def shifted(x, scale, zero):
-    """Codes of round(x / scale) + zero, saturating; NaN becomes 0."""
+    """Codes round(x / scale) + zero, saturating; NaN becomes 0."""
     quotient = divide_all(x, scale)
     x = tl.maximum(tl.minimum(tl.where(quotient == quotient, quotient, 0.0), 512.0), -512.0)
-    # rounding comes before the zero point is added, as integer hardware does it
+    # Round before adding the zero point, as integer hardware does.
     code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero
     code = tl.maximum(tl.minimum(code, 127), -128)
     return tl.where(quotient == quotient, code, 0).to(tl.int8)
@@ -96,7 +99,10 @@ def by_static_scale(x, scale, codes):
 
 @triton.jit
 def scale_or_nan(scale, nan_flags, rows):
-    """Scales of `rows`, NaN where `nan_flags` [rows] int32, bits of magnitudes, are NaN's; None flags nothing."""
+    """Scales of `rows`, replaced by NaN where `nan_flags` says so.
+
+    nan_flags [rows] int32 holds bits of magnitudes, NaN for flagged rows; None flags nothing.
+    """
     if nan_flags is None:
         return scale
     else:
@@ -108,13 +114,14 @@ def scale_or_nan(scale, nan_flags, rows):
 
 @triton.jit
 def open_values(a_args, rows, expert):
-    """(pointers to rows, scales), and zero points where there are any.
+    """(pointers to rows, scales[, zero points]).
 
-    a_args = (values, scales, values' row stride, scales' stride per row and per expert, NaN flags of rows or None).
-    Values in a wider type, for `load_unquantized`: a_args end with K and codes, scales may be magnitudes (bits, int32).
+    a_args = (values, scales, values' row stride, scales' stride per row and per expert, NaN flags of rows or None). For
+    `load_unquantized`, values have a wider dtype, a_args end with K and codes, and scales may be magnitudes (bits,
+    int32).
     """
     values, scales, stride, scale_row, scale_expert, nan_flags = a_args[:6]
-    # Triton 3.6 counts no tuple that holds a None
+    # Triton 3.6 cannot take the length of a tuple that contains None.
     rest = a_args[6:]
     scale = tl.load(scales + rows * scale_row + expert * scale_expert)
     if scale.dtype == tl.int64:
@@ -138,13 +145,16 @@ def _load_parts(state, k, BLOCK_K: tl.constexpr):
     return tiles, 0.0
 
 
-#: load_a by the number of tiles that the columns of a step make
+#: load_a by the number of tiles that a step is split into.
 LOAD_PARTS = {parts: specialize(_load_parts, PARTS=parts) for parts in (1, 2, 4)}
 
 
 @triton.jit
 def load_unquantized(state, k, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_M, BLOCK_K], quantised in registers; infinities become NaN, or the largest codes by static scales."""
+    """Tile [BLOCK_M, BLOCK_K], quantized in registers.
+
+    Infinities become NaN; with static scales, the largest code.
+    """
     values, scale, columns, scales, codes = state
     column = k * BLOCK_K + tl.arange(0, BLOCK_K)
     tile = tl.load(values[:, None] + column[None, :], mask=(column < columns)[None, :], other=0.0).to(tl.float32)
@@ -156,21 +166,24 @@ def load_unquantized(state, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def quantize_row(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile whose whole AXIS is a row: codes and one float32 scale, amax over the largest; quant_args = (codes,)."""
+    """Quantize a tile whose whole AXIS is a row; quant_args = (codes,).
+
+    Returns codes and one float32 scale, amax over the largest code.
+    """
     codes = quant_args[0]
     scale = scale_of_codes(largest(tile, AXIS), codes)
     return rounded(divide(tile, tl.expand_dims(scale, AXIS)), codes), scale
 
 
-#: as `quantize_row`, of groups of columns, which few threads share
+#: `quantize_row` for groups of columns, which few threads share.
 quantize_group = specialize(quantize_row, largest=largest_magnitude)
 
 
 @triton.jit
 def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
-    """A tile by its expert's own scale: quant_args = (codes, scales [E]).
+    """Quantize a tile by its expert's scale; quant_args = (codes, scales [E]).
 
-    Rows of several experts, `expert` [rows, 1], keep their scales.
+    For rows of several experts, `expert` [rows, 1], the scales are returned too.
     """
     scale = tl.load(quant_args[1] + expert)
     if len(scale.shape) == 0:
@@ -186,7 +199,10 @@ def quantize_static(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
-    """By one scale for everything; quant_args = (codes, magnitudes [count] of parts as int32 bits, count)."""
+    """Quantize by one scale for all rows.
+
+    quant_args = (codes, partial magnitudes [count] as int32 bits, count).
+    """
     codes, amaxes, count = quant_args
     amax = tl.zeros((1024,), dtype=tl.int32)
     for start in range(0, count, 1024):
@@ -205,7 +221,9 @@ def quantize_by_amax(tile, quant_args, expert, AXIS: tl.constexpr):
 
 @triton.jit
 def open_weights(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
-    """b_args = (weights, scales or None, weights' strides per expert, row and step of the k loop, scales' per expert,
+    """State of a weight tile.
+
+    b_args = (weights, scales or None, weights' strides per expert, row and k-loop step, scales' strides per expert,
     half and row).
     """
     weights, scales, stride_e, stride_n, stride_k, scale_e, scale_half, scale_n = b_args
@@ -225,7 +243,7 @@ def load_weights(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexp
 
 @triton.jit
 def multiply_codes(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
-    """acc + a @ b.T"""
+    """acc + a @ b.T."""
     left, right = (b, tl.trans(a)) if SWAP_AB else (a, tl.trans(b))
     if acc.dtype == tl.int32:
         return tl.dot(left, right, acc, out_dtype=tl.int32)
@@ -235,13 +253,13 @@ def multiply_codes(acc, a, a_scale, b, b_scale, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def scale_acc(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * scale of the row * scale of the column, in float32."""
+    """acc * row scale * column scale, in float32."""
     return acc.to(tl.float32) * (as_column(a_state[1], SWAP_AB) * as_row(b_state[2], SWAP_AB))
 
 
 @triton.jit
 def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
-    """acc * scale of the row."""
+    """acc * row scale."""
     return acc * as_column(a_state[1], SWAP_AB)
 
 
@@ -250,7 +268,10 @@ def scale_acc_tokens(acc, a_state, b_state, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def routed(row, inside, routing_args):
-    """Which tokens have a local expert; routing_args: the `row_args` of "pairs" in `schedule.expert_of`."""
+    """Mask of tokens that have a local expert.
+
+    routing_args: `row_args` of "pairs" in `schedule.expert_of`.
+    """
     top_k = routing_args[2]
     found = row < 0
     for slot in range(top_k):
@@ -260,10 +281,11 @@ def routed(row, inside, routing_args):
 
 @triton.jit
 def row_amax(tile, quant_args, token, AXIS: tl.constexpr):
-    """The largest finite magnitude of each token (bits in int32) as its scale, 0 without a local expert; values stay.
+    """Store the largest finite magnitude of each token (bits in int32) in place of its scale.
 
-    quant_args = (number of tokens, routing_args of `routed`, amax [1] to raise as well or None); without a number rows
-    of `tile` are of any kind, and all count.
+    Values are unchanged. The magnitude is 0 for tokens without a local expert. quant_args = (number of tokens,
+    routing_args of `routed`, amax [1] that is raised as well, or None). If the number is None, rows of `tile` are of
+    any kind, and all count.
     """
     tokens, routing_args, amax = quant_args
     bits = finite_bits(tile)
@@ -277,5 +299,5 @@ def row_amax(tile, quant_args, token, AXIS: tl.constexpr):
 
 @triton.jit
 def row_nan_flags(tile, quant_args, token, AXIS: tl.constexpr):
-    """What `scale_or_nan` takes of each row, as its scale; values stay."""
+    """Store the input of `scale_or_nan` for each row in place of its scale; keep the values."""
     return tile, largest(tile, AXIS)

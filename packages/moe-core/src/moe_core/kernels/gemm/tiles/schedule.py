@@ -1,11 +1,15 @@
-"""Which tile a program of the grouped GEMM computes, and which rows are in it.
+"""Map programs of the grouped GEMM to tiles, and tiles to rows.
 
     schedule = (tiles [2 + 2 * T], offsets [E + 1], pairs [P] or None), int32
 
-tiles[0] is the number of tiles, tiles[2 + 2t] the expert of tile t and tiles[3 + 2t] its first row; offsets[e + 1] is
-the row behind the last one of expert e.  `moe_core.kernels.ops.sort` writes it for rows that are sorted by expert, with
-the pair (token * top_k + slot) of each; `moe_core.kernels.ops.batch` for rows that arrive grouped, [E, T_max, ...],
-where row r of expert e is e * T_max + r and its own pair: pairs is None.  The kernels know nothing else about routing.
+tiles[0] is the number of tiles, tiles[2 + 2t] the expert of tile t, and tiles[3 + 2t] its first row. offsets[e + 1] is
+the end of expert e's rows (exclusive). There are two producers of schedules:
+
+- `moe_core.kernels.ops.sort`, for rows sorted by expert. pairs holds the pair (token * top_k + slot) of each row.
+- `moe_core.kernels.ops.batch`, for rows that arrive grouped, [E, T_max, ...]. Row r of expert e is e * T_max + r, which
+  is also its pair: pairs is None.
+
+The schedule is all that the kernels know about routing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from moe_core.kernels.ops._sort_kernels import local_expert
 
 @triton.jit
 def tile_of(index, tiles, blocks_n, GROUP_M: tl.constexpr):
-    """(tile, column block) of a program: GROUP_M row tiles share the columns that run at the same time."""
+    """(tile, column block) of a program; GROUP_M row tiles share the columns in flight."""
     if GROUP_M == 1:
         return index // blocks_n, index % blocks_n
     else:
@@ -31,12 +35,14 @@ def tile_of(index, tiles, blocks_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def locate(schedule, subtile, BLOCK_M: tl.constexpr, SUBTILES: tl.constexpr):
-    """The rows of a subtile; each tile has SUBTILES of BLOCK_M rows, of which the last may be empty.
+    """The rows of a subtile.
+
+    Each tile has SUBTILES of BLOCK_M rows, the last of which may be empty.
 
     expert      scalar, the local expert whose weights the tile multiplies
     position    [BLOCK_M] int64, rows of the sorted (expert-grouped) order
     pair        [BLOCK_M] int64, pair of each row
-    mask        [BLOCK_M] bool, rows that exist; the others repeat the last one, so that they may be read
+    mask        [BLOCK_M] bool, rows that exist; the others repeat the last one, so that they can be read
     """
     tiles, offsets, pairs = schedule
     tile = subtile // SUBTILES
@@ -45,7 +51,7 @@ def locate(schedule, subtile, BLOCK_M: tl.constexpr, SUBTILES: tl.constexpr):
     end = tl.load(offsets + expert + 1)
     row = first + tl.arange(0, BLOCK_M)
     mask = row < end
-    position = tl.minimum(row, end - 1)  # the tile's first row at least exists
+    position = tl.minimum(row, end - 1)  # at least the tile's first row exists
     pair = position
     if pairs is not None:
         pair = tl.load(pairs + position)
@@ -54,9 +60,10 @@ def locate(schedule, subtile, BLOCK_M: tl.constexpr, SUBTILES: tl.constexpr):
 
 @triton.jit
 def expert_of(row, inside, row_args, IN_USE: tl.constexpr):
-    """Local expert of rows by pair, negative where there is none; of `in_use` of a `Routing` or a `Batch`.
+    """Local expert of rows by pair, negative where there is none; arguments from `in_use`.
 
-    IN_USE "pairs": row_args = (ids, expert_map, top_k, num_ids, num_experts); "batched": (counts [E], capacity).
+    `in_use` is the property of a `Routing` or a `Batch`. IN_USE "pairs": row_args = (ids, expert_map, top_k, num_ids,
+    num_experts); "batched": (counts [E], capacity).
     """
     if IN_USE == "batched":
         counts, capacity = row_args
@@ -71,10 +78,10 @@ def expert_of(row, inside, row_args, IN_USE: tl.constexpr):
 
 @triton.jit
 def locate_vector(row_args, blocks, SECOND: tl.constexpr, ALONG_M: tl.constexpr):
-    """(pair, row of the vector, row block, local expert) of a program that multiplies the vector of one pair.
+    """(pair, row of the vector, row block, local expert) of a GEMV program.
 
-    row_args: of "pairs" in `expert_of`; SECOND: each pair has a vector of its own, otherwise a token's pairs share one.
-    ALONG_M: neighbouring programs have one row block, of all pairs; otherwise one pair, and all row blocks.
+    row_args: of "pairs" in `expert_of`. SECOND: each pair has a separate vector; otherwise a token's pairs share one.
+    ALONG_M: neighboring programs take one row block of all pairs; otherwise all row blocks of one pair.
     """
     index = tl.program_id(0)
     if ALONG_M:

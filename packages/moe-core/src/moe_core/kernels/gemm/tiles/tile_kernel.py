@@ -2,48 +2,51 @@
 
     out[row, n] = epilogue( sum_k a[row, k] * b[expert(row), n, k] )
 
-The kernel owns what every scheme shares: the order of tiles, the pipelined loop over k, the gate and up halves,
-bias, activation, quantisation of the result and router weights.  A scheme passes `@triton.jit` functions:
+The kernel implements what every scheme shares: the order of tiles, the pipelined loop over k, the gate and up halves,
+bias, activation, quantization of the result and router weights. A scheme passes `@triton.jit` functions:
 
-    open_a(a_args, rows, expert)                                -> state of a row tile, made once
+    open_a(a_args, rows, expert)                                -> state of a row tile, created once
     load_a(state, k, BLOCK_K)                                   -> tile [BLOCK_M, BLOCK_K], scale
-    open_b(b_args, expert, half, n, N, BLOCK_N)                 -> state of a weight tile, made once per half
+    open_b(b_args, expert, half, n, N, BLOCK_N)                 -> state of a weight tile, created once per half
     load_b(state, b_desc, k, K, BLOCK_K, EVEN_N, EVEN_K)        -> tile [BLOCK_N, BLOCK_K], scale
     multiply(acc, a, a_scale, b, b_scale, SWAP_AB)              -> acc
     scale_acc(acc, a_state, b_state, SWAP_AB)                   -> acc, once after the loop, where scales do not change
                                                                    along k; may be None
     quantize(tile, quant_args, expert, AXIS)                    -> values, scale of the result; None to store it as is
 
-`rows` [BLOCK_M] int64 are rows of the operand A, `expert` is the tile's local expert, `k` counts blocks of BLOCK_K, `n`
-is the first column of the tile, `half` is 0 for gate (or the only half) and 1 for up.  States are tuples.  A scale is
-whatever `multiply` of the same scheme understands (0.0 where there is none).  `open_b` reads nothing but weights and
-their scales: it runs before the kernel that made A has ended.  `open_a` may read anything.
+`rows` [BLOCK_M] int64 are rows of operand A, `expert` is the tile's local expert, `k` counts blocks of BLOCK_K, `n` is
+the first column of the tile, and `half` is 0 for gate (or the only half) and 1 for up. States are tuples. A scale is
+any value that the scheme's `multiply` understands (0.0 if there is none). `open_b` must read only weights and their
+scales, because it runs before the kernel that produces A has completed. `open_a` may read anything.
 
-`quantize` gets a float32 tile and the scheme's own arguments `quant_args` (None if there are none), for example a
-pointer to a static scale per expert.  It returns the tile's values and what is to be stored as their scales, with AXIS,
-the tile's columns, reduced to one scale or to `groups` of them, next to each other: shape [rows] for one, otherwise
-[rows, groups] for AXIS 1 and [groups, rows] for AXIS 0.  Without `scales` (static ones) the second value is ignored.
-Rows of x are quantised by functions of the same form, there on tiles [groups, columns] with AXIS 1: by
-`moe_core.kernels.ops.batch` with `expert` [groups, 1]; by `moe_core.kernels.gemm.tiles.quantize_rows` so or, if no
-expert matters, with 0; by `moe_core.kernels.ops.sort`, where rows are tokens, with the token's number [groups, 1] in
-its place. The warp-specialised kernel of 8-bit weights gives tiles [rows, groups, columns] with AXIS 2, for one scale
-each.
+`quantize` receives a float32 tile and the scheme's arguments `quant_args` (None if there are none), for example a
+pointer to a static scale per expert. It returns the tile's values and the scales to store. AXIS, the tile's columns, is
+reduced to one scale or to `groups` adjacent ones: shape [rows] for one, otherwise [rows, groups] for AXIS 1 and
+[groups, rows] for AXIS 0. Without `scales` (static ones) the second value is ignored.
 
-A result that is stored as it is may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
-int32 (NaN is above infinity): `amax_kind` "row" takes one per row of the result, "tensor" one for all finite numbers.
-The caller has zeroed them in an earlier launch (`sort_pairs(zero=)`).  The next GEMM's `load_a` can then quantise while
-it loads.  "nan" goes with a `quantize` whose values have no NaN: the rows that hold one get its bits, others nothing.
+Functions of the same form quantize rows of x, on tiles [groups, columns] with AXIS 1. They are called by
 
-SWAP_AB computes the transposed tile [BLOCK_N, BLOCK_M], weights first: the MMA takes at least 64 rows but as few as 8
-columns, so that few tokens waste nothing.
+- `moe_core.kernels.ops.batch`, with `expert` [groups, 1]
+- `moe_core.kernels.gemm.tiles.quantize_rows`, with `expert` [groups, 1], or 0 if no expert matters
+- `moe_core.kernels.ops.sort`, where rows are tokens, with the token's index [groups, 1] in place of the expert
 
-INTERLEAVED: gate and up rows of the weights alternate in blocks of 8, each half padded to whole blocks.  The MMA leaves
-a row and the eighth after it in one thread, so that a tile has gate and up of the same columns in the same registers.
-Otherwise a gated tile has two accumulators (DUAL), of which each reads its own half of the weights.
+The warp-specialized kernel of 8-bit weights passes tiles [rows, groups, columns] with AXIS 2, for one scale each.
 
-SPLIT_K programs share the k loop of one tile, where tiles alone are too few for all multiprocessors.  Each stores its
-partial sums in float32 and by pair, [pair * SPLIT_K + k_part, columns]; the next launch adds them, of gemm1
-`split_k_reduce_kernel`.
+A result that is stored unquantized may leave its largest magnitude in `amax`, as the bits of a non-negative float32 in
+int32 (NaN compares above infinity). `amax_kind` "row" takes one per row of the result, "tensor" one over all finite
+values. The caller has zeroed `amax` in an earlier launch (`sort_pairs(zero=)`). The next GEMM's `load_a` can then
+quantize on load. `amax_kind` "nan" is for a `quantize` whose codes cannot represent NaN: rows that contain a NaN
+receive its bits, other rows are not written.
+
+SWAP_AB computes the transposed tile [BLOCK_N, BLOCK_M], weights first. The MMA needs at least 64 rows but takes as few
+as 8 columns, so that few tokens waste nothing.
+
+INTERLEAVED: gate and up rows of the weights alternate in blocks of 8, each half padded to whole blocks. The MMA leaves
+a row and the eighth row after it in one thread, so that a tile has gate and up of the same columns in the same
+registers. Otherwise a gated tile has two accumulators (DUAL), each of which reads its half of the weights.
+
+SPLIT_K programs share the k loop of one tile, where the tiles alone do not fill all SMs. Each stores float32 partial
+sums by pair, [pair * SPLIT_K + k_part, columns]. The next launch adds them; for gemm1 that is `split_k_reduce_kernel`.
 """
 
 from __future__ import annotations
@@ -67,7 +70,10 @@ def _bias(row, columns, inside, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _deltas(lora, pair, columns, mask, SWAP_AB: tl.constexpr):
-    """LoRA deltas of a tile, float32; lora: a `LoRADelta` of `moe_core.kernels.gemm.tiles.launch`."""
+    """LoRA deltas of a tile, float32.
+
+    lora: a `LoRADelta` of `moe_core.kernels.gemm.tiles.launch`.
+    """
     values, stride, ids = lora
     some = tl.load(ids + pair) >= 0
     offsets = as_column(pair * stride, SWAP_AB) + as_row(columns, SWAP_AB)
@@ -86,21 +92,24 @@ def deinterleave(acc, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _store_amax(amax, value, target, row_mask, value_mask, AXIS: tl.constexpr, AMAX: tl.constexpr):
-    """Raise `amax` to the largest magnitude of float32 `value`: per row (AXIS: columns), or of all that is finite."""
+    """Raise `amax` to the largest magnitude of float32 `value`.
+
+    One per row (AXIS: columns), or one over all finite values.
+    """
     bits = tl.where(value_mask, magnitude_bits(value) if AMAX == "row" else finite_bits(value), 0)
     if AMAX == "row":
         tl.atomic_max(amax + target, tl.max(bits, axis=AXIS), mask=row_mask, sem="relaxed")
     else:
         tl.static_assert(AMAX == "tensor", "amax is per row or tensor")
-        # flat: Triton 3.6 cannot lay out one reduction behind another for sm_100
+        # Flat: Triton 3.6 cannot lay out one reduction after another for sm_100.
         tl.atomic_max(amax, tl.max(bits), sem="relaxed")
 
 
 @triton.jit
 def _flag_nan(nan_flags, value, target, value_mask, AXIS: tl.constexpr):
-    """Write a NaN's bits for the rows `target` of `value` that hold one.
+    """Write the bits of NaN for the rows `target` of `value` that contain one.
 
-    Each NaN writes them by itself: there are none, and looking through whole rows first would cost more.
+    Each NaN is stored separately: usually there are none, and reducing whole rows first would cost more.
     """
     pointers = nan_flags + tl.expand_dims(target, AXIS) + tl.zeros(value.shape, tl.int32)
     tl.store(pointers, 0x7FC00000, mask=value_mask & (value != value))
@@ -108,7 +117,10 @@ def _flag_nan(nan_flags, value, target, value_mask, AXIS: tl.constexpr):
 
 @triton.jit
 def _rows(position, pair, top_k, WHICH: tl.constexpr):
-    """Which row of an operand or of the result a row of the tile is; "position": its place in the sorted order."""
+    """The row of an operand or of the result that a tile row refers to.
+
+    "position" is the sorted order.
+    """
     if WHICH == "position":
         return position
     elif WHICH == "token":
@@ -133,10 +145,11 @@ def finish_values(
     EVEN_N: tl.constexpr,
     weight=None,
 ):
-    """LoRA deltas, router weights, bias and activation of a sum `acc` (and `up`, where gated); float32.
+    """Apply LoRA deltas, router weights, bias and activation to the float32 sum `acc`.
 
-    `pair` of each row and `columns` of the tile; `stored`: where there are any; `activate`: see
-    `moe_core.kernels.device.activation`; `weight`: router weights that were loaded before, shaped to multiply the tile.
+    `up`: the second sum if gated; `pair`: of each row; `columns`: of the tile; `stored`: mask of existing elements;
+    `activate`: see `moe_core.kernels.device.activation`; `weight`: router weights loaded earlier, shaped to multiply
+    the tile.
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     inside = columns < N
@@ -157,7 +170,7 @@ def finish_values(
             up += _bias(bias + N, columns, inside, SWAP_AB)
     if GEMM1:
         acc = activate(acc, up, epilogue)
-        # rows of h have room for whole tiles: columns beyond N become zeros, so that gemm2 may read them
+        # Rows of h have space for whole tiles. Columns beyond N become zeros, so that gemm2 may read them.
         if not EVEN_N:
             acc = tl.where(as_row(inside, SWAP_AB), acc, 0.0)
     elif epilogue.weights is not None:
@@ -181,9 +194,10 @@ def finish_tile(
     SWAP_AB: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):
-    """The epilogue of column block `block`, from the sum `acc` (and `up`, where gated) to the stores; float32.
+    """Run the epilogue of column block `block`, from the sum to the stores.
 
-    `target` [BLOCK_M]: rows of the result, of which `mask` exist.  `EVEN_N`: there are no columns beyond N.
+    `acc` (and `up`, if gated) is float32. `target` [BLOCK_M]: rows of the result, of which `mask` exist. `EVEN_N`:
+    there are no columns beyond N.
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
     AXIS: tl.constexpr = 0 if SWAP_AB else 1
@@ -239,20 +253,20 @@ def grouped_gemm_kernel(
     SUBTILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile per program; programs beyond the last tile return at once.
+    """Compute one tile per program; programs beyond the last tile return at once.
 
-    - result, epilogue, functions: `Result`, `Epilogue` and `TileFunctions` of `moe_core.kernels.gemm.tiles.launch`;
-      schedule, see `moe_core.kernels.gemm.tiles.schedule`
-    - N columns of the result (of one half where gated)
-    - A_ROWS and OUT_ROWS: which row of A and of the result a row of the tile is, see `_rows`
-    - SPLIT_K > 1: gemm1 stores its halves side by side, [gate N | up N], as they are
+    - result, epilogue, functions: `Result`, `Epilogue` and `TileFunctions` of `moe_core.kernels.gemm.tiles.launch`
+    - schedule: see `moe_core.kernels.gemm.tiles.schedule`
+    - N: columns of the result (of one half if gated)
+    - A_ROWS and OUT_ROWS: the row of A and of the result that a tile row refers to, see `_rows`
+    - SPLIT_K > 1: gemm1 stores its halves next to each other, [gate N | up N], without epilogue
     """
     GEMM1: tl.constexpr = epilogue.activation != ""
-    # gemm2: the kernel before it, gemm1 or what quantises, gathers or adds up h, has waited for the sort and whatever
-    # that depended on, so that schedule and weights may be read before it has ended
+    # gemm2: the previous kernel (gemm1, or one that quantizes, gathers or reduces h) has waited for the sort and
+    # everything that depended on it. So schedule and weights may be read before that kernel has completed.
     if PDL and GEMM1:
         tl.extra.cuda.gdc_wait()
-    # rows of the weights that a tile may have: of one half, or of both, interleaved
+    # Weight rows that a tile may have: of one half, or of both if interleaved.
     rows = tl.cdiv(N, 8) * 16 if INTERLEAVED else N
     blocks_n = tl.cdiv(rows, BLOCK_N)
     subtiles = tl.load(schedule[0]) * SUBTILES
@@ -264,7 +278,7 @@ def grouped_gemm_kernel(
     subtile, block_n = tile_of(pid // SPLIT_K, subtiles, blocks_n, GROUP_M)
     expert, position, pair, mask = locate(schedule, subtile, BLOCK_M, SUBTILES)
     if SUBTILES > 1 and tl.sum(mask.to(tl.int32), axis=0) == 0:
-        return  # not program 0, which waits for all: the first subtile of a tile has rows
+        return  # never program 0, which waits for all: the first subtile of a tile has rows
     n = block_n * BLOCK_N
 
     SHAPE_0: tl.constexpr = BLOCK_N if SWAP_AB else BLOCK_M
@@ -305,7 +319,8 @@ def grouped_gemm_kernel(
     else:
         stored = as_column(mask, SWAP_AB) & as_row(columns < N, SWAP_AB)
         if not GEMM1:
-            # what is added once is the first part's: of the others no column takes it
+            # Values that are added once belong to the first split: for the other splits no column is
+            # inside.
             width = tl.where(k_part == 0, N, 0)
             added = stored & as_row(columns < width, SWAP_AB)
             acc = finish_values(acc, acc, epilogue, width, expert, pair, columns, added, activate, SWAP_AB, EVEN_N)
@@ -333,9 +348,10 @@ def split_k_reduce_kernel(
     SPLIT_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sum of gemm1's partial sums, and its epilogue, of `block` columns of one pair, a tile of one row.
+    """Sum gemm1's partial sums and run its epilogue.
 
-    partials [pairs * SPLIT_K, N or 2N] float32; routing: `row_args`.  The grid is (pairs, blocks of columns).
+    A program takes `block` columns of one pair, a tile of one row. partials [pairs * SPLIT_K, N or 2N] float32;
+    routing: `row_args`. The grid is (pairs, blocks of columns).
     """
     begin_pdl(PDL)
     pair = tl.program_id(0).to(tl.int64)
