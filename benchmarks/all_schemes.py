@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: every scheme's layer as selection takes it, for one run beside all peers.
+"""Plugin of the fused-MoE benchmark: every scheme's selected layer, next to all peers.
 
 python bench.py --plugin benchmarks/all_schemes.py --shapes benchmarks/all_shapes.py --warm --jobs 14
 python bench.py --plugin benchmarks/all_schemes.py --shapes benchmarks/all_shapes.py --out results.json
@@ -26,7 +26,12 @@ ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul", "swigluoai": "swigluoai"
 
 
 def select(shape: Any, scheme: str) -> tuple[Any, Any]:
-    """(oracle, selection) of a layer."""
+    """Return (oracle, selection) of a layer.
+
+    Args:
+        shape: the benchmark's shape.
+        scheme: the benchmark's scheme.
+    """
     import moe_core as mc
 
     gpt_oss = shape.act == "swigluoai"
@@ -46,7 +51,11 @@ def select(shape: Any, scheme: str) -> tuple[Any, Any]:
 
 
 def build(weights: Any) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls.
+
+    Args:
+        weights: the benchmark's weights.
+    """
     import moe_core as mc
     import torch
 

@@ -1,4 +1,4 @@
-"""Shapes for the fused-MoE benchmark: the layers of docs/performance.md, of every scheme that the benchmark has."""
+"""Shapes for the fused-MoE benchmark: the layers of docs/performance.md, in every scheme."""
 
 from __future__ import annotations
 

@@ -1,24 +1,25 @@
-"""A layer over the GPUs of one host: each all2all backend, beside a GPU's share computed alone.
+"""A layer on the GPUs of one host: each all2all backend, compared with one rank's work alone.
 
     python benchmarks/distributed.py [--json FILE] [--ranks 2] [--schemes fp8_block int8] [--backends low_latency]
                                      [--layers top8 top1] [--decode 8 16 32 64] [--prefill 16384 4096 1024]
                                      [--seconds 45]
     python benchmarks/distributed.py --profile FOLDER --backends alltoall --decode 16 --prefill 16384
 
-Starts the ranks by itself, anew for each scheme and layer, and goes on where one fails or takes longer than
-``--seconds``; what it has measured until then is kept.  Expert parallelism, tokens of each rank's own.  With one expert
-per token, or two, an all-to-all sends a part of what an all-gather does.  Per all2all backend and number of tokens M of
-each rank, in microseconds, the slowest rank's medians:
+The script starts the ranks itself, once per scheme and layer. If one fails or exceeds ``--seconds``, the script keeps
+what was measured and continues. It uses expert parallelism, and each rank has separate tokens. With one or two experts
+per token, an all-to-all sends a fraction of what an all-gather does. For each all2all backend and number of tokens M
+per rank, it reports the slowest rank's medians, in microseconds:
 
-- ``us``: a call of the layer; in a CUDA graph where it can be captured
-- ``eager_us``: the same without a graph, where ranks tell each other how many tokens they bring
-- ``alone_us``: a rank's experts on the tokens that it gets, without communication
-- ``bytes``: what the rank that sends or gets most sends or gets, there and back; ``wire_us``: these over the measured
+- ``us``: a call of the layer, in a CUDA graph if it can be captured
+- ``eager_us``: the same without a graph, where ranks exchange their token counts
+- ``alone_us``: one rank's experts on the tokens it receives, without communication
+- ``bytes``: traffic of the rank that sends or receives most, dispatch and combine; ``wire_us``: the same at the
+  measured
   bandwidth between GPUs
-- ``over_us``: ``us - alone_us``; ``efficiency``: the larger of ``alone_us`` and ``wire_us`` over ``us``
+- ``over_us``: ``us - alone_us``; ``efficiency``: the larger of ``alone_us`` and ``wire_us``, over ``us``
 
-Ends with 1 where something failed, another backend was taken, or an output differs from that of the all-gather.
-``--profile`` writes, in place of that, what the first rank's GPU and host do in a call of each, kernel by kernel.
+The exit code is 1 if something failed, another backend was used, or an output differs from that of the all-gather.
+``--profile`` instead writes what the first rank's GPU and host do in each call, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from torch import Tensor
 
 
 class Layer(NamedTuple):
-    """Experts, experts of a token, hidden size, intermediate size."""
+    """Experts, experts per token, hidden size, intermediate size."""
 
     E: int
     k: int
@@ -84,13 +85,13 @@ SCHEMES: dict[str, tuple[str, QuantKey, QuantKey | None]] = {
     "mxfp4": ("mxfp4", kMxfp4Static, None),
 }
 ALL2ALL_BACKENDS = ("low_latency", "alltoall", "allgather_reducescatter")
-#: most tokens per rank of the backend for decode
+#: maximum tokens per rank of the decode backend
 LOW_LATENCY = 128
 CALLS, REPLAYS = 8, 15
 
 
 def weights(config: FusedMoEConfig, weight_key: QuantKey, activation_key: QuantKey | None) -> MoEWeights:
-    """Random codes, and scales that keep values of a usual size."""
+    """Generate random codes, with scales that keep values in a typical range."""
     experts, tensors = config.local_experts, {}
     hidden, inner = config.hidden_size, config.intermediate_size
     for name, rows, cols, parts in (("w13", 2 * inner, hidden, 2), ("w2", hidden, inner, 1)):
@@ -111,7 +112,7 @@ def weights(config: FusedMoEConfig, weight_key: QuantKey, activation_key: QuantK
 
 
 def inputs(layer: Layer, tokens: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, topk_weights, topk_ids) of a rank, the same on every rank that asks."""
+    """Return (x, topk_weights, topk_ids) of a rank, identical on every rank that requests them."""
     generator = torch.Generator().manual_seed(1000 * tokens + rank)
     x = torch.randn(tokens, layer.K, generator=generator).to(torch.bfloat16)
     best = torch.rand(tokens, layer.E, generator=generator).topk(layer.k)
@@ -120,16 +121,16 @@ def inputs(layer: Layer, tokens: int, rank: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slowest(value: float) -> float:
-    """The most that any rank has."""
+    """Return the maximum over all ranks."""
     tensor = torch.tensor([value], dtype=torch.float64, device="cuda")
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
 
 
 def timed(call: Callable[[], object], *, graph: bool, calls: int = 1) -> float:
-    """Microseconds of a call, the slowest rank's median; of ``calls`` behind each other, in a graph or without.
+    """Return microseconds per call, the slowest rank's median over ``calls`` consecutive calls.
 
-    Ranks leave a barrier one after the other: of a single call that would be a part of its time.
+    Ranks leave a barrier at different times, which would be a large part of a single call's time.
     """
 
     def several() -> None:
@@ -159,7 +160,10 @@ def timed(call: Callable[[], object], *, graph: bool, calls: int = 1) -> float:
 
 
 def bandwidth(rank: int, ranks: int) -> dict[str, float]:
-    """Bytes per second that a GPU sends while it gets as many: NCCL's all-to-all; stores into another's memory."""
+    """Measure a GPU's bidirectional bandwidth in bytes per second.
+
+    Covers NCCL's all-to-all and stores to a peer's memory.
+    """
     nbytes = 256 * 2**20
     found = {}
     out, back = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -178,18 +182,21 @@ def bandwidth(rank: int, ranks: int) -> dict[str, float]:
             handle = symm_mem.rendezvous(memory, dist.group.WORLD)
         there = handle.get_buffer((rank + 1) % ranks, (nbytes,), torch.uint8)
         found["push"] = nbytes / timed(lambda: there.copy_(out), graph=False) * 1e6
-    except Exception as error:  # what is left is measured without it
+    except Exception as error:  # the remaining measurements run without it
         print(f"rank {rank}: no symmetric memory: {error}", file=sys.stderr)
     return found
 
 
 def traffic(all2all: str, layer: Layer, tokens: int, ids: list[Tensor], code: TokenCode) -> int:
-    """Bytes that the rank with most of them sends or gets, there and back; ``ids`` of each rank's tokens."""
+    """Return the bytes that the busiest rank sends or receives, dispatch and combine.
+
+    ``ids`` are the expert ids of each rank's tokens.
+    """
     ranks = len(ids)
     there, back = TokenLayout.rows(code, layer.k).nbytes, 2 * layer.K
     if all2all == "allgather_reducescatter":
         return tokens * (ranks - 1) * (there + back)
-    # [from, to]: tokens that cross
+    # [from, to]: tokens sent between ranks
     crossing = torch.zeros(ranks, ranks)
     for source in range(ranks):
         owners = ids[source].cpu() // (layer.E // ranks)
@@ -201,7 +208,7 @@ def traffic(all2all: str, layer: Layer, tokens: int, ids: list[Tensor], code: To
 
 
 class Ranks:
-    """What the ranks of a layer share: their experts, converted once for every all2all backend."""
+    """What a layer's ranks share: experts converted once for all all2all backends."""
 
     def __init__(self, rank: int, scheme: str, layer: Layer) -> None:
         self.rank, self.layer, self.ranks = rank, layer, dist.get_world_size()
@@ -216,7 +223,7 @@ class Ranks:
         self.selection = self._oracle.select(self.config, **self._keys)
         self._converted = self._oracle.convert(self.selection, weights(self.config, weight_key, activation_key))
         experts = self._oracle.make_experts(self.selection)
-        # as an engine's layers have it: kernels' descriptors of scratch memory stay, and eager calls are replayed
+        # Shared as in an engine, so that tensor-map descriptors of the workspace persist and eager calls are replayed.
         self._workspace = Workspace("cuda")
         alone = PrepareAndFinalizeNoParallel(self.config)
         self.alone = FusedMoEKernel(experts, self._converted, alone, workspace=self._workspace)
@@ -225,11 +232,11 @@ class Ranks:
 
     @property
     def held(self) -> int:
-        """Experts of a rank."""
+        """Experts per rank."""
         return self.layer.E // self.ranks
 
     def kernel(self, all2all: str, tokens: int) -> FusedMoEKernel:
-        """The layer with that all2all backend."""
+        """Return the layer's kernel with an all2all backend."""
         room = tokens if all2all == "low_latency" else 0
         if (all2all, room) not in self._kernels:
             groups = self.everyone.with_tokens(self.ranks, all2all)
@@ -244,7 +251,7 @@ class Ranks:
 def measure(
     rank: int, scheme: str, layer: Layer, backends: list[str], tokens: list[int], file: str, seconds: float
 ) -> None:
-    """Every all2all backend for a scheme; rank 0 writes a line of JSON for each point as soon as it has it."""
+    """Measure every all2all backend of a scheme; rank 0 immediately appends each point as JSON."""
     end = time.monotonic() + seconds
     ranks = dist.get_world_size()
 
@@ -268,7 +275,7 @@ def measure(
         each = [inputs(layer, count, source) for source in range(ranks)]
         x, scores, ids = each[rank]
         everything = [torch.cat(parts) for parts in zip(*each, strict=True)]
-        # the tokens that come here, each once
+        # tokens that this rank receives, each once
         mine = ((everything[2] // held) == rank).any(1)
         came = [part[mine] for part in everything]
 
@@ -282,7 +289,7 @@ def measure(
         calls = CALLS if count <= 512 else 1
         alone_us = timed(share, graph=True, calls=calls)
         expected: Tensor | None = None
-        # the one that others are compared with comes first
+        # the reference for comparisons comes first
         for all2all in sorted(backends):
             if all2all == "low_latency" and count > LOW_LATENCY:
                 continue
@@ -302,7 +309,7 @@ def measure(
                 us = eager_us
                 if kernel.prepare_finalize.capturable:
                     us = timed(partial(call, [count] * ranks), graph=True, calls=calls)
-            except Exception as failure:  # of this one; the others go on
+            except Exception as failure:  # continue with the other backends
                 write(M=count, all2all=all2all, failed=f"{type(failure).__name__}: {failure}"[:500])
                 continue
             nbytes = traffic(all2all, layer, count, [one[2] for one in each], shared.code)
@@ -324,7 +331,7 @@ def measure(
 
 
 def profile(rank: int, scheme: str, layer: Layer, backends: list[str], tokens: list[int], folder: str) -> None:
-    """A call with each all2all backend outside CUDA graphs, by torch's profiler; rank 0 writes a text for each."""
+    """Profile an eager call with each all2all backend; rank 0 writes one text file per backend."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -340,7 +347,7 @@ def profile(rank: int, scheme: str, layer: Layer, backends: list[str], tokens: l
                 kernel.apply(x, topk_weights=scores, topk_ids=ids)
             dist.barrier()
             torch.cuda.synchronize()
-            # two calls: the first pays for the profiler's start
+            # two calls, since the first includes the profiler's startup
             with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
                 for _ in range(2):
                     started = time.perf_counter()
@@ -355,7 +362,7 @@ def profile(rank: int, scheme: str, layer: Layer, backends: list[str], tokens: l
 
 
 def _timeline(trace: Any) -> str:
-    """Kernels and copies of the GPU in their order, and the table of what the host did."""
+    """Format the GPU's kernels and copies in order, and the table of host activity."""
     events = sorted(
         (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA),
         key=lambda event: event.time_range.start,
@@ -372,7 +379,7 @@ def _timeline(trace: Any) -> str:
 
 
 def main() -> int:
-    """Prints a line for each point."""
+    """Run the command line; prints a line per point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
@@ -400,7 +407,7 @@ def main() -> int:
             failures = []
             try:
                 run_ranks(measure, scheme, layer, options.backends, tokens, file.name, options.seconds - 15, **started)
-            except AssertionError as error:  # a rank failed or did not end
+            except AssertionError as error:  # a rank failed or timed out
                 failures = [{"scheme": scheme, "failed": str(error)[-1000:]}]
             found = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
         found = [{"layer": name, **row} for row in [*failures, *found]]
@@ -433,7 +440,7 @@ def main() -> int:
 
 
 def _points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a shape, scheme and peer together, as the runner of the other benchmarks writes them."""
+    """Group rows by shape, layer, scheme and peer, in the format of the other benchmarks' runner."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         key = {name: row[name] for name in ("shape", "layer", "scheme", "peer")}

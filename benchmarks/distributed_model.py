@@ -1,13 +1,14 @@
-"""The model of what communication costs beside what ``distributed.py`` measured, and fitted to it.
+"""The communication cost model, compared with and fitted to ``distributed.py`` results.
 
     python benchmarks/distributed_model.py RESULTS.json … [--machine FILE.json] [--within 15]
                                            [--document docs/results/several-gpus.json --commit COMMIT --date DATE]
 
-Each point is the time of a layer: a rank's experts alone, as measured, and communication by the model
-(moe_core.parallel.distributed.cost), before and after its two numbers of each kind of step are fitted to all points of
-the files (2 and 4 ranks, say).  Deviations are of the layer, and in brackets of communication alone.  ``--machine``
-writes the fitted figures, which ``moe explain --machine`` takes; ``--document`` the table of docs/performance.md, whose
-title and notes stay.  Ends with 1 where a fitted prediction is off by more than ``--within`` per cent of the layer.
+Each point is the time of a layer: a rank's experts alone, as measured, plus communication from the model
+(moe_core.parallel.distributed.cost). It is shown before and after the model's two parameters per kind of step are
+fitted to all points of the files (2 and 4 ranks, for example). Deviations refer to the layer, those in parentheses to
+communication alone. ``--machine`` writes the fitted parameters, as ``moe explain --machine`` takes them. ``--document``
+writes the table of docs/performance.md and keeps its title and notes. The exit code is 1 if a fitted prediction
+deviates by more than ``--within`` percent of the layer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,19 @@ from moe_core.parallel.distributed.machine import Machine
 
 @dataclass(frozen=True)
 class Point:
-    """One measured time of a layer, in microseconds: ``us``, of which a rank's experts alone are ``alone_us``."""
+    """One measured time of a layer.
+
+    Attributes:
+        name: number of ranks, as text.
+        all2all: all2all backend.
+        config: configuration of the layer.
+        tokens: tokens per rank.
+        scheme: scheme of the weights.
+        us: microseconds of the layer.
+        alone_us: microseconds of a rank's experts alone.
+        layer: name of the layer.
+        bytes: traffic of the busiest rank.
+    """
 
     name: str
     all2all: str
@@ -45,20 +58,20 @@ class Point:
         return self.us - self.alone_us
 
     def cost(self, machine: Machine) -> LayerCost:
-        """The model's."""
+        """Return the model's cost."""
         found = layer_cost(self.all2all, self.config, self.tokens, machine, payload=SCHEMES[self.scheme][2])
         if found is None:
             raise ValueError(f"{self.all2all}: no cost is known")
         return found
 
     def predicted(self, machine: Machine) -> float:
-        """Microseconds by the model."""
+        """Return the predicted microseconds."""
         cost = self.cost(machine)
         return self.alone_us + ((cost.latency or 0.0) + (cost.transfer or 0.0)) * 1e6
 
 
 def points(data: dict[str, Any]) -> list[Point]:
-    """Of a file that ``distributed.py --json`` wrote."""
+    """Read the points of a file written by ``distributed.py --json``."""
     ranks = data["meta"]["ranks"]
     configs = {
         name: FusedMoEConfig(
@@ -89,14 +102,14 @@ def points(data: dict[str, Any]) -> list[Point]:
 
 
 def fitted(machine: Machine, found: list[Point], source: str) -> Machine:
-    """The machine with what the points say of its steps; points that took no longer than the experts say nothing."""
+    """Fit the machine to the points; points no slower than the experts alone are ignored."""
     return machine.fitted(
         (p.cost(machine).sample(machine, (p.us - p.alone_us) * 1e-6) for p in found if p.us > p.alone_us), source
     )
 
 
 def table(found: list[Point], machine: Machine) -> dict[str, Any]:
-    """Header and rows of a document: times of a layer, in brackets of communication, and that of the model."""
+    """Build a document's table of layer times, and measured and predicted communication."""
     backends = list(dict.fromkeys(p.all2all for p in sorted(found, key=lambda p: p.us)))
     several = len({p.name for p in found}) > 1
     rows = []
@@ -121,7 +134,7 @@ def table(found: list[Point], machine: Machine) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each point."""
+    """Run the command line; prints a line per point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--machine", type=Path)

@@ -1,15 +1,15 @@
-"""A layer inside vLLM, three ways: vLLM's own experts, ours through moe-vllm, and moe-core's layer without vLLM.
+"""A layer in vLLM with vLLM's experts, with moe-vllm's, and moe-core's layer without vLLM.
 
     python benchmarks/engine_vllm.py [--tokens 1,32,1024] [--only fp8_block,mxfp4] [--vllm FOLDER] [--json FILE]
 
-vLLM's RoutedExperts, its quantisation method and its modular kernel; sizes of Qwen3-30B-A3B, random weights.
-The second and the third must be equal in every bit, and the second must hold no weights beside vLLM's parameters:
-the script exits with 1 where that is not so, and says which outputs differ: of eager calls, of those that start
-recorded launches, or of a graph.  Times are medians of CUDA graphs of several calls, each on other tokens.
+It uses vLLM's RoutedExperts, quantization method and modular kernel, with sizes of Qwen3-30B-A3B and random weights.
+The second and the third must agree bit for bit, and the second must hold no weights outside of vLLM's parameters.
+Otherwise the exit code is 1, and the output names the differing results: of eager calls, of calls that replay recorded
+launches, or of a graph. Times are medians of CUDA graphs of several calls, each with different tokens.
 
-It needs vLLM 0.33.  `--vllm` names a folder with vLLM's Python files in its place (tools/unpack_python.py): what they
-import and is not installed is stood in for.  vLLM's own experts need its compiled operators in that folder; where
-these are not there, they are left out.  `--dry`: without a GPU, everything up to the first call, of a small layer.
+It needs vLLM 0.33. `--vllm` names a folder with vLLM's Python files to use instead of an installation
+(tools/unpack_python.py); missing imports are replaced by stubs. vLLM's own experts need its compiled operators in that
+folder and are omitted without them. `--dry` runs without a GPU: everything up to the first call, of a small layer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graph_time import captured, heat_up, replay_times
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-# vLLM's layers, its formats and the stand-ins are those of the tests
+# vLLM's layers, formats and stubs are those of the tests
 sys.path += [str(ROOT / "packages" / name / "tests" / "support") for name in ("moe-vllm", "moe-core")]
 
 KINDS = ("fp8_block", "fp8_channel", "int8_channel", "int4_g128", "mxfp4")
@@ -45,7 +45,7 @@ Call = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Ready:
-    """A peer's layer: a call of it, and what runs its experts."""
+    """A peer's layer: its call, and the name of its experts."""
 
     run: Callable[[Tensor, Tensor, Tensor], Tensor]
     experts: str
@@ -68,7 +68,7 @@ def options() -> argparse.Namespace:
 
 
 def bring_vllm(folder: Path | None, dry: bool) -> bool:
-    """vLLM from where it is, on a GPU's platform; returns whether its compiled operators are there."""
+    """Import vLLM on a GPU's platform; returns whether its compiled operators are available."""
     import vllm_gpu
     import vllm_stand_ins
 
@@ -84,7 +84,7 @@ def bring_vllm(folder: Path | None, dry: bool) -> bool:
 
 
 def formats() -> dict[str, Any]:
-    """Of the tests; the integers in groups of 128."""
+    """Return the tests' formats; integers are in groups of 128."""
     from vllm_formats import FORMATS, int4_in_groups
 
     return {name: FORMATS[name] for name in ("fp8_block", "fp8_channel", "int8_channel")} | {
@@ -94,7 +94,7 @@ def formats() -> dict[str, Any]:
 
 
 def batches(sizes: Any, tokens: int) -> list[Call]:
-    """Other tokens for each call of a graph; of one token, calls in a row go to different experts."""
+    """Generate different tokens per call of a graph; single tokens also get different experts."""
     from vllm_layers import calls
 
     count = 16 if tokens <= 32 else 8 if tokens <= 512 else 2
@@ -109,7 +109,7 @@ def batches(sizes: Any, tokens: int) -> list[Call]:
 
 
 def layers(form: Any, sizes: Any, most: int, dry: bool, compiled: bool) -> tuple[dict[str, Ready], list[str]]:
-    """Each peer's layer on the same weights, and the tensors of ours that are not vLLM's own."""
+    """Build each peer's layer with the same weights; also returns our tensors outside of vLLM's."""
     import moe_core as mc
     import vllm_layers
     from moe_vllm import oracles
@@ -134,7 +134,7 @@ def layers(form: Any, sizes: Any, most: int, dry: bool, compiled: bool) -> tuple
     found = {"moe_vllm": Ready(partial(vllm_layers.run, ours), f"{selection.backend} ({selection.experts.__name__})")}
     if compiled:
         default = in_vllm()
-        if default.quant_method.is_monolithic:  # it routes by itself: what vLLM has beside it
+        if default.quant_method.is_monolithic:  # it routes internally: use vLLM's next choice
             default = in_vllm(moe_backend="marlin")
         name = type(vllm_layers.experts_of(default)).__name__
         found["vllm_default"] = Ready(partial(vllm_layers.run, default), name)
@@ -149,21 +149,22 @@ def layers(form: Any, sizes: Any, most: int, dry: bool, compiled: bool) -> tuple
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> dict[str, Any] | None:
-    """Between two peers' outputs [M, K] of the same calls: None where all bits are equal.
+    """Compare two peers' outputs [M, K] of the same calls; None if all bits agree.
 
-    Else how many rows of each call's output differ, and by how much at most (NaN where one of them has it).
+    Else returns the number of differing rows of each call, and the largest difference (NaN if one has NaN).
     """
     one, two = torch.stack(outputs), torch.stack(expected)
-    rows = (one.view(torch.int16) != two.view(torch.int16)).any(dim=-1).sum(dim=-1)  # as integers: NaN equals itself
+    # compared as integers, so that NaN equals itself
+    rows = (one.view(torch.int16) != two.view(torch.int16)).any(dim=-1).sum(dim=-1)
     return {"rows": rows.tolist(), "max_abs": float((one.float() - two.float()).abs().max())} if rows.any() else None
 
 
 def measure(
     peers: dict[str, Ready], found: list[Call], replays: int
 ) -> tuple[dict[str, float], dict[str, Any], float | None]:
-    """Microseconds of each peer; which outputs are not those of moe-core's first calls; how far vLLM's own are.
+    """Measure peers' microseconds, outputs that differ from moe-core's, and vLLM's distance.
 
-    Names of outputs are a peer's and how its calls ran: eager, recorded (second and later eager ones) or captured.
+    Outputs are named by peer and by how the calls ran: eager, recorded (second and later eager calls) or captured.
     """
     outputs = {f"{name} eager": [peer.run(*call) for call in found] for name, peer in peers.items()}
     for name, peer in peers.items():
@@ -176,12 +177,12 @@ def measure(
     differs = {
         name: apart
         for name, tensors in outputs.items()
-        # whose kernels may add in any order
+        # vLLM's kernels may add in any order
         if not name.startswith("vllm_default") and (apart := difference(tensors, expected)) is not None
     }
     heat_up()
     times: dict[str, list[float]] = {name: [] for name in peers}
-    # in every order: clocks drift, and what ran before has heated the GPU
+    # in every order, since clocks drift and previous work has heated the GPU
     for names in itertools.permutations(peers):
         for name in names:
             times[name].append(statistics.median(replay_times(graphs[name], len(found), replays)))
@@ -193,7 +194,7 @@ def measure(
 
 
 def benchmark(kind: str, sizes: Any, tokens: list[int], chosen: argparse.Namespace, compiled: bool) -> list[Any]:
-    """The results of one kind of weights, a row for each peer."""
+    """Return the results of one type of weights, one row per peer."""
     with torch.inference_mode():
         peers, copies = layers(formats()[kind], sizes, max(tokens), chosen.dry, compiled)
         rows = {
@@ -202,7 +203,7 @@ def benchmark(kind: str, sizes: Any, tokens: list[int], chosen: argparse.Namespa
         }
         rows["moe_vllm"]["copies"] = copies
         print(f"{kind}: " + ", ".join(f"{name} {peer.experts}" for name, peer in peers.items()), flush=True)
-        # the largest first: vLLM's scratch memory grows before graphs are captured
+        # largest first: vLLM's workspace grows before graphs are captured
         for count in [] if chosen.dry else sorted(tokens, reverse=True):
             times, differs, distance = measure(peers, batches(sizes, count), chosen.replays)
             for name, us in times.items():
@@ -238,7 +239,7 @@ def main() -> int:
     for kind in chosen.only.split(","):
         try:
             found = benchmark(kind, sizes, tokens, chosen, compiled)
-        except Exception as error:  # the others go on
+        except Exception as error:  # continue with the others
             traceback.print_exc()
             failed.append(f"{kind}: {type(error).__name__}")
             continue

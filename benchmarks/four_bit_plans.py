@@ -1,12 +1,12 @@
-"""Launch configurations of layers with 4-bit weights beside those that the heuristics choose, on an sm_90 GPU.
+"""Launch configurations of 4-bit layers compared with the heuristics' choice, on sm_90.
 
-    python benchmarks/four_bit_plans.py                   # times over today's, one line for each layer and token count
+    python benchmarks/four_bit_plans.py                   # relative times, one line per layer and token count
     python benchmarks/four_bit_plans.py --only mxfp4 --tokens 128,512
 
-"tiles16" and "tiles32" are those of the tile kernel, "special64" and "special128" of the warp-specialised one; "A +
-chosen" takes A for gemm1 and the heuristics' choice for gemm2, "chosen + A" the reverse.  All read the same weights,
-and results are compared with those of the heuristics' choice: `err` is the largest relative difference.  The first of
-several equal plans may seem slower, where the GPU runs at its power limit.
+"tiles16" and "tiles32" are tile-kernel configurations, "special64" and "special128" warp-specialized ones. "A + chosen"
+uses A for gemm1 and the heuristics' choice for gemm2, "chosen + A" the reverse. All read the same weights, and results
+are compared with those of the heuristics' choice: `err` is the largest relative difference. At the GPU's power limit,
+the first of several equal plans may appear slower.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.testing.compile_cases import call_on_meta
 from moe_kit.planned import with_plan
 
-#: scheme, name, experts, experts per token, hidden size, intermediate size, numbers of tokens
+#: scheme, name, experts, experts per token, hidden size, intermediate size, token counts
 LAYERS = [
     ("int4", "dsv3-tp8", 256, 8, 7168, 256, (128, 256, 512, 768, 1024, 1536, 2048)),
     ("int4", "kimi-k2-tp8", 384, 8, 7168, 256, (512, 1024, 2048)),
@@ -45,7 +45,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def layer(scheme: str, experts: int, top_k: int, hidden: int, inner: int) -> tuple[Any, Any, Any, Any]:
-    """(config, experts class, weight key, converted random weights)."""
+    """Return (config, experts class, weight key, converted random weights)."""
     gpt_oss = scheme == "mxfp4"
     config = mc.FusedMoEConfig(
         num_experts=experts,
@@ -72,7 +72,7 @@ def layer(scheme: str, experts: int, top_k: int, hidden: int, inner: int) -> tup
 
 
 def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]:
-    """What is compared with the heuristics' choice."""
+    """Return the plans to compare with the heuristics' choice."""
     plans = {}
     for name, rows, special in (
         ("tiles16", 16, False),
@@ -81,11 +81,11 @@ def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]
         ("special128", 128, True),
     ):
         if not rows / 16 <= rows_per_expert <= rows * 1.5:
-            continue  # nearly every expert has a second tile, or an empty one
+            continue  # nearly every expert would have a second tile, or an empty one
         one = TileConfig(rows, 128, 4, 3, 1, swap_ab=True, tma=not special, warp_specialised=special)
         two = replace(one, group_m=8)
         plans[name] = TilePlan(one, two)
-        # rows are sorted into tiles for both, which the tile kernel may divide
+        # Rows are sorted into tiles for both GEMMs; only the tile kernel can split them.
         if chosen.gemm2.block_m <= rows or not chosen.gemm2.warp_specialised:
             plans[f"{name} + chosen"] = TilePlan(one, chosen.gemm2)
         if chosen.gemm1.block_m <= rows or not chosen.gemm1.warp_specialised:
@@ -94,7 +94,7 @@ def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]
 
 
 def compile_all(config: Any, made: Any, key: Any, tokens: list[int]) -> None:
-    """Compile what a layer's plans launch, on all cores: one after the other takes minutes."""
+    """Compile the kernels of a layer's plans on all cores: in sequence it takes minutes."""
     chosen = made(config, weight_key=key, activation_key=None)
     with record() as launches:
         for number in tokens:
@@ -106,14 +106,14 @@ def compile_all(config: Any, made: Any, key: Any, tokens: list[int]) -> None:
 
 
 def draw(experts: int, top_k: int, hidden: int, tokens: int) -> Inputs:
-    """Hidden states, router weights and ids of uniform routing."""
+    """Generate hidden states, router weights and ids with uniform routing."""
     ids = torch.rand(tokens, experts, device=DEVICE).topk(top_k).indices.int()
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
     return x, torch.rand(tokens, top_k, device=DEVICE), ids
 
 
 def capture(kernel: FusedMoEKernel, inputs: list[Inputs]) -> Callable[[], None]:
-    """A CUDA graph of a call with each of ``inputs``."""
+    """Capture a CUDA graph with one call per element of ``inputs``."""
     for x, weights, ids in inputs:
         kernel.apply(x, topk_weights=weights, topk_ids=ids)
     torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def capture(kernel: FusedMoEKernel, inputs: list[Inputs]) -> Callable[[], None]:
 
 
 def microseconds(calls: list[Callable[[], None]], number: int) -> list[float]:
-    """The median of each, which take turns; ``number`` layers in a call."""
+    """Return median microseconds per layer of interleaved calls with ``number`` layers each."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: list[list[float]] = [[] for _ in calls]
     for turn in range(8):
@@ -141,15 +141,18 @@ def microseconds(calls: list[Callable[[], None]], number: int) -> list[float]:
 
 
 def compared(layers: list[Any], weights: Any, inputs: list[Inputs]) -> tuple[list[float], list[float]]:
-    """Microseconds of each of several layers with the same weights, and its relative difference from the first."""
+    """Time several layers with the same weights, and compare their results with the first one's.
+
+    Returns microseconds and relative differences.
+    """
     x, router, ids = inputs[0]
     calls, kernels, outputs = [], [], []
     for experts in layers:
-        replay._SHARED.clear()  # layers that are alike share launches, whatever their class plans
+        replay._SHARED.clear()  # equal layers would share launches, whatever their class plans
         kernel = FusedMoEKernel(experts, weights, default_prepare_finalize(experts.config))
         kernel.workspace = mc.Workspace(DEVICE)
         kernel.workspace.take(kernel.workspaces(x.shape[0]))
-        kernels.append(kernel)  # a graph writes to its workspace
+        kernels.append(kernel)  # keep alive: a graph writes to its workspace
         torch.cuda.synchronize()
         outputs.append(kernel.apply(x, topk_weights=router, topk_ids=ids).float())
         calls.append(capture(kernel, inputs))
@@ -159,7 +162,7 @@ def compared(layers: list[Any], weights: Any, inputs: list[Inputs]) -> tuple[lis
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="layers with this in their scheme or name")
     parser.add_argument("--tokens", default="", help="numbers of tokens instead of the layers' own")

@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: the layer that the fp8 oracle selects, as an implementation of `fp8_block`.
+"""Plugin of the fused-MoE benchmark: the layer that the fp8 oracle selects for `fp8_block`.
 
 python bench.py --plugin benchmarks/fp8_block.py --only '/fp8_block/(vllm_triton|moe_fp8)' --out results.json
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def build(weights: Any) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
 

@@ -1,9 +1,9 @@
-"""Plugin of the fused-MoE benchmark: static scales per tensor and blocks other than 128x128, beside vLLM's Triton path.
+"""Plugin of the fused-MoE benchmark: static FP8 scales, other FP8 blocks, next to vLLM.
 
 python bench.py --plugin benchmarks/fp8_blocks_static.py --only '/fp8_(tensor|block)/.*_(static|64x64|64x128|128x64)$'
 
-Weights are those of `fp8_tensor` and `fp8_block`; a smaller block repeats the scale of the 128x128 block it lies in, so
-that the matrices, and the benchmark's reference, are the same.
+Blocks differ from 128x128; the peer is vLLM's Triton path. Weights are those of `fp8_tensor` and `fp8_block`. A smaller
+block repeats the scale of its 128x128 block, so that the matrices and the benchmark's reference stay the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 BLOCKS = ((64, 64), (64, 128), (128, 64))
 # largest value of x and of h that a static scale covers: x is standard normal, h is silu(g) * u or relu(g)^2 of such
+# values
 LARGEST = (6.0, 20.0)
 FP8_MAX = 448.0
 
@@ -26,7 +27,7 @@ def _static_scales(experts: int) -> tuple[Any, Any]:
 
 
 def _finer(scales: Any, block: tuple[int, int]) -> Any:
-    """[E, n/128, k/128] -> [E, n/block[0], k/block[1]]"""
+    """Repeat block scales [E, n/128, k/128] for smaller blocks: [E, n/block[0], k/block[1]]."""
     for axis, size in enumerate(block, start=1):
         scales = scales.repeat_interleave(128 // size, dim=axis)
     return scales.contiguous()
@@ -98,7 +99,7 @@ def _vllm(weights: Any, s13: Any, s2: Any, a13: Any, a2: Any, block: tuple[int, 
 
 
 def vllm_static(weights: Any) -> Any:
-    """vLLM keeps one scale of the activations for all experts, the largest: here they are all the same."""
+    """vLLM with static scales; it uses the experts' largest activation scale, here all equal."""
     x, h = _static_scales(1)
     return _vllm(weights, weights.s13, weights.s2, x, h, None)
 

@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: what the fp8 oracle selects for scales per channel and per tensor.
+"""Plugin of the fused-MoE benchmark: the fp8 oracle's choice for channel and tensor scales.
 
 python bench.py --plugin benchmarks/fp8_channel_tensor.py --only '/fp8_(channel|tensor)/(vllm_triton|moe_fp8)'
 
@@ -13,7 +13,7 @@ ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 
 
 def build(weights: Any) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
 
@@ -30,7 +30,7 @@ def build(weights: Any) -> Any:
         scales = (weights.s13, weights.s2)
     else:
         keys = (mc.kFp8StaticTensorSym, mc.kFp8DynamicTensorSym)
-        # gate and up have scales of their own, which are the same here
+        # gate and up have separate scales, which are equal here
         parts = 2 if config.is_gated else 1
         scales = (weights.s13.view(-1, 1).expand(-1, parts).contiguous(), weights.s2.view(-1, 1))
     oracle = mc.oracle("fp8")

@@ -1,4 +1,4 @@
-"""Plugin of the fused-MoE benchmark: e4m3 weights with 16-bit activations, ours beside vLLM's Marlin and humming.
+"""Plugin of the fused-MoE benchmark: weight-only FP8, next to vLLM's Marlin and Humming.
 
 python bench.py --plugin benchmarks/fp8_weight_only.py --only 'w8a16'
 """
@@ -12,7 +12,7 @@ BLOCK = (128, 128)
 
 
 def build(weights: Any, backend: str) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
 
@@ -43,7 +43,7 @@ def build(weights: Any, backend: str) -> Any:
 
 
 def marlin(weights: Any) -> Any:
-    """vLLM's Marlin, which is what it chooses for weight-only FP8 on sm_90."""
+    """vLLM's Marlin, its choice for weight-only FP8 on sm_90."""
     from types import SimpleNamespace
 
     import torch
@@ -71,7 +71,7 @@ def marlin(weights: Any) -> Any:
 
 
 def humming(weights: Any) -> Any:
-    """humming with 16-bit activations."""
+    """Humming with 16-bit activations."""
     from vllm_peers import COMPRESSED, _humming, fp8_block_humming, modules
 
     modules()

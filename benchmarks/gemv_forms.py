@@ -1,10 +1,11 @@
-"""Few tokens of layers by tiles and by products with vectors, 4-bit ones also by `mma.sync`, on an sm_90 GPU.
+"""Layers with few tokens: tiles compared with GEMV variants, on an sm_90 GPU.
 
-    python benchmarks/gemv_forms.py                       # microseconds of a layer, one line for each number of tokens
+    python benchmarks/gemv_forms.py                       # microseconds of a layer, one line per token count
     python benchmarks/gemv_forms.py --only qwen3 --tokens 1,2 --pairs
 
-"16x6" are programs of 16 rows, whose warps request 6 steps ahead, in both products; with ``--pairs`` every combination,
-"16x6+32x3", is timed.  `err` is the largest difference from today's vectors, relative, over all forms but the tiles.
+4-bit layers also have GEMV variants that use `mma.sync`. "16x6" is a variant for both GEMMs with 16 rows per program
+and warps that prefetch 6 steps ahead; ``--pairs`` times every combination, such as "16x6+32x3". `err` is the largest
+relative difference from the current GEMV over all variants except tiles.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ LAYERS = [
         )
     ),
 ]
-#: scheme of 8-bit weights: oracle, weight key, activation key
+#: schemes of 8-bit weights: oracle, weight key, activation key
 KEYS = {
     "fp8_block": ("fp8", mc.kFp8Static128BlockSym, mc.kFp8Dynamic128Sym),
     "fp8_channel": ("fp8", mc.kFp8StaticChannelSym, mc.kFp8DynamicTokenSym),
     "int8_channel": ("int8", mc.kInt8StaticChannelSym, mc.kInt8DynamicTokenSym),
 }
-#: rows of a program, and steps that its warps request ahead
+#: rows per program, and steps that its warps prefetch
 FORMS = [(16, 2), (16, 3), (16, 6), (32, 2), (32, 3), (32, 4), (32, 6), (64, 4), (64, 6)]
 TOKENS = (1, 2, 3, 4, 6, 8)
 
 
 def layer_of_8_bits(scheme: str, experts: int, top_k: int, hidden: int, inner: int) -> tuple[Any, Any, Any, Any]:
-    """(config, experts class, keys, converted random weights)."""
+    """Return (config, experts class, keys, converted random weights)."""
     name, *keys = KEYS[scheme]
     config = mc.FusedMoEConfig(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner)
     oracle = mc.oracle(name)
@@ -76,7 +77,7 @@ def layer_of_8_bits(scheme: str, experts: int, top_k: int, hidden: int, inner: i
 
 
 def plans(today: GemvPlan, pairs: bool) -> Iterator[tuple[str, GemvPlan | None]]:
-    """What is compared: today's vectors, tiles, and vectors by `mma.sync`."""
+    """Yield the variants to compare: current GEMV, tiles, and GEMV with `mma.sync`."""
     yield "gemv", today
     yield "tiles", None
     found = {}
@@ -91,7 +92,7 @@ def plans(today: GemvPlan, pairs: bool) -> Iterator[tuple[str, GemvPlan | None]]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="layers with this in their scheme or name")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")

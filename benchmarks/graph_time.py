@@ -1,4 +1,4 @@
-"""Times of calls in CUDA graphs, for the scripts beside it."""
+"""CUDA graph timing, shared by the benchmark scripts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def heat_up() -> None:
-    """Until the clocks are those of a busy GPU."""
+    """Run the GPU until its clocks are those of a busy GPU."""
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(400):
         a @ a
@@ -16,7 +16,10 @@ def heat_up() -> None:
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
-    """A graph of all calls, which have run before, on the current stream; and what they return."""
+    """Capture a graph of all calls on the current stream; returns it and the calls' results.
+
+    Each call must have run once before.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -25,7 +28,7 @@ def captured(calls: Sequence[Callable[[], object]]) -> tuple[torch.cuda.CUDAGrap
 
 
 def replay_times(graph: torch.cuda.CUDAGraph, calls: int, replays: int) -> list[float]:
-    """Microseconds per call, of each replay after the first ones."""
+    """Return the microseconds per call of each replay, without the first ones."""
     times = []
     for _ in range(replays + 5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,5 +1,6 @@
-"""Plugin of the fused-MoE benchmark: what the int8 oracle selects for scales per channel, with int8 activations, one
-scale per token, and with 16-bit ones (W8A16, beside vLLM's Marlin).
+"""Plugin of the fused-MoE benchmark: the int8 oracle's choice for per-channel scales.
+
+Activations are int8 with one scale per token, or 16-bit (W8A16, next to vLLM's Marlin).
 
 python bench.py --plugin benchmarks/int8.py --only '/int8_channel/(vllm_triton|moe_int8)$' --out results.json
 python bench.py --plugin benchmarks/int8.py --only '/int8_channel/.*_int8_w8a16' --out results.json
@@ -14,7 +15,7 @@ ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 
 
 def build(weights: Any, *, weight_only: bool = False) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
 

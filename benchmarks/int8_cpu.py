@@ -1,10 +1,10 @@
-"""INT8 on a CPU: exact integer products beside dequantising to float32 and multiplying, in one run.
+"""INT8 on a CPU: exact integer products compared with dequantization to float32.
 
     python benchmarks/int8_cpu.py [--tokens 64] [--rounds 7] [--threads 2] [--json FILE]
 
-The layer is Qwen3-30B-A3B's (128 experts, top 8, hidden 2048, intermediate 768).  Rounds of both alternate; what is
-printed are medians of the processor's time over all threads and of the wall's, and the median of the rounds' ratios.
-Ends with 1 where the results differ by more than float32 explains.
+The layer is Qwen3-30B-A3B's (128 experts, top 8, hidden 2048, intermediate 768). Rounds of both alternate. The output
+has the medians of CPU time over all threads and of wall time, and the median of the rounds' ratios. The exit code is 1
+if the results differ by more than float32 rounding explains.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEYS = {"W8A8 per channel": kInt8StaticChannelSym, "W4A8, groups of 128": kInt4W
 
 
 class Dequantising(TorchExperts):
-    """Each expert's weights become float32, then an ordinary product with the dequantised activations."""
+    """Converts each expert's weights to float32, then multiplies the dequantized activations."""
 
     claims = TorchInt8Experts.claims
 
@@ -52,7 +52,7 @@ class Dequantising(TorchExperts):
 
 
 def weights(key: QuantKey) -> MoEWeights:
-    """Random codes; scales that keep values of a usual size."""
+    """Generate random codes, with scales that keep values in a typical range."""
     generator = torch.Generator().manual_seed(0)
     low, high = int(key.dtype.min_value), int(key.dtype.max_value)
     tensors: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def weights(key: QuantKey) -> MoEWeights:
 
 
 def main() -> int:
-    """Prints one line for each kind of weights."""
+    """Run the command line; prints a line per type of weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,4 +1,6 @@
-"""Plugin of the fused-MoE benchmark: what the mxfp4 oracle selects for gpt-oss layers, with 16-bit and FP8 activations.
+"""Plugin of the fused-MoE benchmark: the mxfp4 oracle's choice for gpt-oss layers.
+
+Activations are 16-bit or FP8.
 
 python bench.py --plugin benchmarks/mxfp4.py --only '/mxfp4/(vllm_(triton_kernels|marlin)|moe_)' --out results.json
 """
@@ -10,7 +12,7 @@ from typing import Any
 
 
 def build(weights: Any, backend: str, activation_key: str | None = None) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
     from moe_mxfp4.layout import deinterleave
@@ -32,7 +34,7 @@ def build(weights: Any, backend: str, activation_key: str | None = None) -> Any:
     selection = oracle.select(config, weight_key=mc.kMxfp4Static, activation_key=key, moe_backend=backend)
 
     def in_order(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Gate rows, then up rows."""
+        """Put gate rows before up rows."""
         return deinterleave(tensor) if gpt_oss and tensor is not None else tensor
 
     converted = oracle.convert(
@@ -58,6 +60,6 @@ def register(peers: list[Any]) -> None:
     peer = Peer  # noqa: F821  (the benchmark predefines Peer)
     peers.append(peer("moe_mxfp4", ("mxfp4",), functools.partial(build, backend="auto")))
     peers.append(peer("moe_mxfp4_triton", ("mxfp4",), functools.partial(build, backend="triton")))
-    # of other precision than its peers, and not ranked among them
+    # has another precision than its peers and is not ranked among them
     fp8 = functools.partial(build, backend="auto", activation_key="kFp8DynamicTokenSym")
     peers.append(peer("moe_mxfp4_fp8", ("mxfp4",), fp8))

@@ -1,7 +1,7 @@
-"""Plugin of the fused-MoE benchmark: MXFP8 weights with MXFP8 or 16-bit activations, beside what vLLM has on sm_90.
+"""Plugin of the fused-MoE benchmark: MXFP8 weights, next to what vLLM has on sm_90.
 
-The benchmark's per-channel weights are quantised again, to 1 x 32 with e8m0 scales, the same for all: errors are larger
-than MXFP8's own by the first quantisation's.
+Activations are MXFP8 or 16-bit. The benchmark's per-channel weights are requantized to 1 x 32 with e8m0 scales, equally
+for all peers. Errors therefore exceed MXFP8's own by those of the first quantization.
 
 python bench.py --plugin benchmarks/mxfp8.py --only '/fp8_channel/.*mxfp8'
 """
@@ -15,7 +15,7 @@ GROUP = 32
 
 
 def quantise(weights: Any) -> tuple[Any, ...]:
-    """(w13, w2 e4m3, s13, s2 uint8 [E, rows, columns / 32]) of the benchmark's weights."""
+    """Requantize the benchmark's weights: (w13, w2 e4m3, s13, s2 uint8 [E, rows, columns / 32])."""
     import torch
 
     found = []
@@ -35,7 +35,7 @@ def quantise(weights: Any) -> tuple[Any, ...]:
 
 
 def build(weights: Any, backend: str = "auto", *, weight_only: bool = False) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
 
@@ -60,7 +60,7 @@ def build(weights: Any, backend: str = "auto", *, weight_only: bool = False) -> 
 
 
 def marlin(weights: Any) -> Any:
-    """vLLM's Marlin with 16-bit activations: what it chooses for MXFP8 on sm_90."""
+    """vLLM's Marlin with 16-bit activations, its choice for MXFP8 on sm_90."""
     from types import SimpleNamespace
 
     import torch
@@ -80,7 +80,7 @@ def marlin(weights: Any) -> Any:
     )
     kind = fp8.Fp8MoeBackend.MARLIN
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # the conversion's scale dtype
+    torch.set_default_dtype(torch.bfloat16)  # the conversion uses the default dtype for scales
     try:
         w13, w2, s13, s2 = fp8.convert_to_fp8_moe_kernel_format(kind, layer, *quantise(weights), None, None)
     finally:
@@ -90,7 +90,7 @@ def marlin(weights: Any) -> Any:
 
 
 def humming(weights: Any, fp8_activations: bool = False) -> Any:
-    """humming, with MXFP8 or 16-bit activations."""
+    """Humming, with MXFP8 or 16-bit activations."""
     from dataclasses import replace
 
     from vllm_peers import _humming, modules

@@ -1,10 +1,10 @@
-"""The shared kernels on one GPU: each checked against its torch twin, then timed beside the memory's limit.
+"""Shared kernels on one GPU: checked against torch twins, compared with memory bandwidth.
 
     python benchmarks/ops.py [--json FILE] [--only TEXT] [--bandwidth TB/S]
 
-Times are medians over replays of a CUDA graph that runs each op on several buffers in turn (together larger than the
-L2 cache where the batch is large), per call.  ``floor`` is the bytes that must cross memory over the bandwidth; a
-launch alone takes 2 to 3 us.  Exits with 1 if a result differs from its twin.
+Times are medians per call, over replays of a CUDA graph that rotates each op through several buffers (for large batches
+larger than the L2 cache in total). ``floor`` is the minimum memory traffic over the bandwidth; a launch alone takes 2
+to 3 us. The exit code is 1 if a result differs from its twin.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ TOKENS = (1, 16, 128, 1024, 8192)
 
 @dataclass(frozen=True)
 class Case:
-    """``call(backend)`` for each of several inputs, the bytes of one call, and how results are compared."""
+    """One op with its inputs.
+
+    Attributes:
+        name: name of the op.
+        tokens: number of tokens.
+        calls: ``call(backend)`` for each of several inputs.
+        nbytes: memory traffic of one call.
+        exact: results must agree bit for bit.
+    """
 
     name: str
     tokens: int
@@ -62,7 +70,7 @@ class Row:
 
 
 def copies(nbytes: int) -> int:
-    """How many buffers go round: past the L2 cache of 50 MB, within 2 GB."""
+    """Return the number of buffers: more than the 50 MB L2 cache in total, at most 2 GB."""
     return max(2, min(16, 2 * 10**9 // max(nbytes, 1)))
 
 
@@ -119,7 +127,7 @@ def quantize_cases() -> Iterator[Case]:
         static = torch.tensor([0.02], device="cuda") if key.is_static else None
         for columns in (7168, 2048):
             for tokens in TOKENS:
-                # a scale for the whole tensor needs a second look at it
+                # a scale for the whole tensor requires a second pass
                 reads = 4 if key == kFp8DynamicTensorSym else 2
                 nbytes = tokens * columns * (reads + 1) + scale_bytes(key, tokens, columns)
                 calls = [
@@ -191,7 +199,7 @@ def tensors(result: object) -> list[Tensor]:
 
 
 def compare(case: Case) -> tuple[bool, str]:
-    """Whether kernel and twin agree: bit for bit, or, behind an activation, within one step of the result."""
+    """Return whether kernel and twin agree: bit for bit, or after an activation within one step."""
     for call in case.calls[:2]:
         found, want = tensors(call("triton")), tensors(call("torch"))
         for one, two in zip(found, want, strict=True):
@@ -203,8 +211,8 @@ def compare(case: Case) -> tuple[bool, str]:
             largest = (one.float() - two.float()).abs().max().item()
             text = f"{different} of {one.numel()} differ, by at most {largest:.3g}"
             if not case.exact and one.dtype is torch.float32 and torch.allclose(one, two, rtol=2**-12, atol=0):
-                continue  # scales of values whose last places differ
-            # an activation that differs in its last place moves a rounding now and then
+                continue  # scales of values that differ in the last place
+            # an activation that differs in the last place sometimes changes a rounding
             if case.exact or different > max(2, 0.02 * one.numel()):
                 return False, text
             if one.element_size() == 1 and one.dtype is not torch.uint8:
@@ -215,7 +223,7 @@ def compare(case: Case) -> tuple[bool, str]:
 
 
 def time_case(case: Case) -> tuple[float, float]:
-    """(median, 90th percentile) microseconds per call."""
+    """Return (median, 90th percentile) microseconds per call."""
     for call in case.calls:
         call("triton")
     graph, _ = captured([partial(call, "triton") for call in case.calls])

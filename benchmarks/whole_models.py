@@ -1,15 +1,15 @@
-"""Whole models in transformers: how long they take to load, what memory, and how many tokens a second.
+"""Whole models in transformers: loading time, memory, and tokens per second.
 
     python benchmarks/whole_models.py all DIR --json FILE             # every model, by moe-core and in bfloat16
     python benchmarks/whole_models.py make qwen3-30b-a3b-fp8 DIR      # random weights in a model's real shapes
     python benchmarks/whole_models.py run DIR --by moe-core           # within moe_transformers.loading()
-    python benchmarks/whole_models.py run DIR --by transformers       # experts dequantised by transformers, grouped_mm
+    python benchmarks/whole_models.py run DIR --by transformers       # experts dequantized by transformers, grouped_mm
     python benchmarks/whole_models.py run DIR --by bf16               # the same on random weights: nothing is loaded
 
-`all` has one checkpoint at a time on the disk: at most 31 GB.  What was just made is loaded from the page cache.
-`read_s` is what that gives: the same files' bytes, read by as many threads as load a model and copied to the device.
-Prefill is one call of the model; `generate` has a prompt of 16 tokens; a decode step is timed in a CUDA graph with a
-static cache too.
+`all` keeps one checkpoint at a time on disk, at most 31 GB. A checkpoint that was just written is loaded from the page
+cache. `read_s` is the corresponding lower bound: the time to read the same bytes with as many threads as loading uses,
+and to copy them to the device. Prefill is one call of the model, `generate` has a prompt of 16 tokens. A decode step is
+also timed in a CUDA graph with a static cache.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 
 
 def fp8(name: str, rows: int, cols: int) -> Tensors:
-    """128 x 128 blocks, as DeepSeek and Qwen publish them."""
+    """FP8 in 128 x 128 blocks, as published by DeepSeek and Qwen."""
     weight = torch.randn(rows, cols, device=DEVICE).to(torch.float8_e4m3fn)
     scale = torch.full((-(-rows // 128), -(-cols // 128)), cols**-0.5)
     return {f"{name}.weight": weight, f"{name}.weight_scale_inv": scale}
 
 
 def gptq(name: str, rows: int, cols: int) -> Tensors:
-    """4 bits, groups of 128."""
+    """GPTQ, 4 bits in groups of 128."""
     return {
         f"{name}.qweight": _words(cols // 8, rows),
         f"{name}.qzeros": torch.full((cols // 128, rows // 8), 0x77777777, dtype=torch.int32),
@@ -62,7 +62,7 @@ def gptq(name: str, rows: int, cols: int) -> Tensors:
 
 
 def packed(name: str, rows: int, cols: int) -> Tensors:
-    """compressed-tensors' 4 bits, groups of 128."""
+    """compressed-tensors, 4 bits in groups of 128."""
     return {
         f"{name}.weight_packed": _words(rows, cols // 8),
         f"{name}.weight_scale": torch.full((rows, cols // 128), cols**-0.5 / 4, dtype=torch.bfloat16),
@@ -71,7 +71,7 @@ def packed(name: str, rows: int, cols: int) -> Tensors:
 
 
 def plain(name: str, rows: int, cols: int) -> Tensors:
-    """bfloat16."""
+    """bfloat16, not quantized."""
     return {f"{name}.weight": (torch.randn(rows, cols, device=DEVICE) * cols**-0.5).bfloat16()}
 
 
@@ -104,7 +104,7 @@ def qwen3(config: Any, layer: int, linear: Callable[[str, int, int], Tensors]) -
 
 
 def gpt_oss(config: Any, layer: int, linear: Callable[[str, int, int], Tensors]) -> Tensors:
-    """One layer of gpt-oss: stacked experts in MXFP4, all else in bfloat16."""
+    """One layer of gpt-oss: stacked experts in MXFP4, the rest in bfloat16."""
     prefix, hidden, inter = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
     count = config.num_local_experts
     found = attention(config, prefix, linear, bias=True)
@@ -138,9 +138,9 @@ QWEN3 = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
-#: transformers' defaults are gpt-oss-120b's
+#: transformers' defaults are those of gpt-oss-120b
 GPT_OSS = {"num_hidden_layers": 24, "num_local_experts": 32, "tie_word_embeddings": False}
-#: sizes with which everything is tried out on a CPU
+#: sizes for trial runs on a CPU
 TINY = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -165,12 +165,12 @@ PACKED = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_GROUPS}},
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-#: matrices so small that tensors count, in the numbers of a real model: what the host does for each while it loads
+#: Small matrices in the number of a real model, so that the host's work per tensor dominates loading.
 SMALL = {
     name: size for name, size in TINY.items() if name not in ("num_hidden_layers", "num_experts", "num_local_experts")
 }
 SIZES: dict[str, dict[str, Any]] = {"real": {}, "small": SMALL, "tiny": TINY}
-#: model: configuration class, its entries, quantization_config, one layer's tensors, how a linear layer is stored
+#: model: configuration class, its entries, quantization_config, one layer's tensors, storage of a linear layer
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tensors], Callable[..., Tensors]]] = {
     "qwen3-30b-a3b-fp8": ("Qwen3Moe", QWEN3, FP8, qwen3, fp8),
     "qwen3-30b-a3b-int4": ("Qwen3Moe", QWEN3, GPTQ, qwen3, gptq),
@@ -180,7 +180,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[..., Tenso
 
 
 def make(model: str, folder: Path, sizes: str) -> None:
-    """Writes the checkpoint, a file for each layer.  All layers have the first one's numbers."""
+    """Write the checkpoint, one file per layer; all layers have the first layer's values."""
     family, entries, quantization, layer, linear = MODELS[model]
     kind = getattr(transformers, f"{family}Config")
     known = kind().to_dict()
@@ -196,7 +196,7 @@ def make(model: str, folder: Path, sizes: str) -> None:
     weight_map: dict[str, str] = {}
 
     def write(index: int) -> None:
-        """The first layer's file under the names of another: their length changes the header's."""
+        """Write the first layer's file with another layer's names, whose length changes the header's."""
         header = data[8:size].replace(b"model.layers.0.", f"model.layers.{index}.".encode())
         header += b" " * (-len(header) % 8)
         file = f"model-{index + 1:05d}.safetensors"
@@ -241,7 +241,7 @@ def load(folder: Path, by: str) -> Any:
 
 @contextlib.contextmanager
 def parts_of_loading() -> Iterator[dict[str, float]]:
-    """Seconds of what `moe_transformers.loading()` does itself; the rest of a load is transformers'."""
+    """Measure the seconds of `moe_transformers.loading()` itself; the rest is transformers'."""
     parts: dict[str, float] = {}
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,7 +263,7 @@ def parts_of_loading() -> Iterator[dict[str, float]]:
 
 
 def read_seconds(folder: Path) -> float:
-    """How long it takes to bring all bytes of the checkpoint to the device: nothing is looked at or kept."""
+    """Measure how long it takes to copy all bytes of the checkpoint to the device."""
     piece, gpu = 64 << 20, DEVICE.type == "cuda"
     files = {file: file.stat().st_size for file in folder.glob("*.safetensors")}
     pieces = [(file, at, min(piece, size - at)) for file, size in files.items() for at in range(0, size, piece)]
@@ -286,7 +286,7 @@ def read_seconds(folder: Path) -> float:
 
     ready = threading.Barrier(READERS_AHEAD)
     with ThreadPoolExecutor(READERS_AHEAD, initializer=begin) as pool:
-        # memory is taken before: every thread's initialiser waits for the others
+        # allocate memory first: every thread's initializer waits for the others
         list(pool.map(lambda _: None, range(READERS_AHEAD)))
         start = synchronized()
         list(pool.map(bring, pieces))
@@ -300,7 +300,7 @@ def synchronized() -> float:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """The mean of ``repeats`` calls after one that is not counted."""
+    """Return the mean seconds of ``repeats`` calls, after a warm-up call."""
     call()
     start = synchronized()
     for _ in range(repeats):
@@ -308,7 +308,7 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return (synchronized() - start) / repeats
 
 
-#: tokens before those that are decoded: a sliding window stays unfilled, since full ones cannot be captured
+#: Prompt tokens before decoding; the sliding window must not fill up, since full windows cannot be captured.
 PROMPT, CACHE = 16, 128
 
 
@@ -319,7 +319,7 @@ def generation(model: Any, batch: int, count: int) -> Callable[[], object]:
 
 
 def captured_step(model: Any, batch: int) -> Callable[[], object]:
-    """One decode step of ``batch`` sequences with a static cache, in a CUDA graph; on a CPU the step itself."""
+    """Return a decode step of ``batch`` sequences with a static cache; on a GPU in a CUDA graph."""
     cache = StaticCache(config=model.config, max_cache_len=CACHE)
     prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=DEVICE)
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -391,7 +391,7 @@ def measure(folder: Path, by: str, count: int) -> Iterator[tuple[str, object]]:
 
 
 def _experts(model: Any) -> str:
-    """What runs the experts."""
+    """Return what runs the experts."""
     for module in model.modules():
         if isinstance(module, moe_transformers.MoeCoreExperts) and module.layer is not None:
             selection = module.layer.selection
@@ -400,7 +400,7 @@ def _experts(model: Any) -> str:
 
 
 class Results(list[dict[str, object]]):
-    """What was measured, one object for each run; ``file`` has all of it as soon as it is there."""
+    """Measurements, one dict per run; ``file`` is updated after every measurement."""
 
     def __init__(self, file: Path | None) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ class Results(list[dict[str, object]]):
 
 
 def run_all(folder: Path, tokens: int, sizes: str, results: Results) -> None:
-    """Every model by moe-core, and each of their architectures in bfloat16."""
+    """Measure every model with moe-core, and each architecture in bfloat16."""
     seen = set()
     for model, (family, *_) in MODELS.items():
         start = time.perf_counter()

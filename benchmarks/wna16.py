@@ -1,6 +1,7 @@
-"""Plugin of the fused-MoE benchmark: what the wna16 oracle selects for int4 and int8 weights in groups of 128 columns.
+"""Plugin of the fused-MoE benchmark: the wna16 oracle's choice for groups of 128 columns.
 
-The benchmark's per-channel int8 weights are quantised again, to groups of 128 with bfloat16 scales, the same for all.
+Weights are int4 or int8. The benchmark's per-channel int8 weights are requantized to groups of 128 with bfloat16
+scales, equally for all peers.
 
 python bench.py --plugin benchmarks/wna16.py --only '/int4_g128/(vllm_marlin|humming|moe_wna16)' --out results.json
 python bench.py --plugin benchmarks/wna16.py --only '/int8_channel/.*int8_g128' --out results.json
@@ -15,7 +16,10 @@ GROUP = 128
 
 
 def quantise(weights: Any) -> tuple[Any, ...]:
-    """(w13, w2 uint8 [E, rows, columns] plus 128, s13, s2 bfloat16 [E, rows, columns / 128]) of int8 weights."""
+    """Requantize int8 weights to groups of 128.
+
+    Returns (w13, w2 uint8 [E, rows, columns] plus 128, s13, s2 bfloat16 [E, rows, columns / 128]).
+    """
     import torch
 
     found = []
@@ -34,7 +38,7 @@ def quantise(weights: Any) -> tuple[Any, ...]:
 
 
 def build(weights: Any, backend: str) -> Any:
-    """The layer through the public interface, with one workspace for all calls."""
+    """Build the layer through the public API, with one workspace for all calls."""
     import moe_core as mc
     import torch
 

@@ -1,11 +1,11 @@
-"""INT4 and INT8 weights on a CPU: what the torch experts do beside dequantising every expert whole, in one run.
+"""INT4 and INT8 weights on a CPU: the torch experts compared with full dequantization.
 
     python benchmarks/wna16_cpu.py [--tokens 1 8 64] [--rounds 5] [--threads 1] [--json FILE]
 
-The layer is Qwen3-30B-A3B's (128 experts, top 8, hidden 2048, intermediate 768), bfloat16.  Rounds of all three
-alternate: as selected (torch's CPU product of 4-bit weights where there is one), blocks of dequantised rows, whole
-dequantised matrices.  Printed are medians of the wall's milliseconds, and the median of the rounds' ratios to the last.
-Ends with 1 where results differ by more than bfloat16 explains.
+The layer is Qwen3-30B-A3B's (128 experts, top 8, hidden 2048, intermediate 768), bfloat16. Rounds of three variants
+alternate: the selected one (torch's CPU product of 4-bit weights if available), blocks of dequantized rows, and whole
+dequantized matrices. The output has the medians of wall time in milliseconds, and the median of the rounds' ratios to
+the last variant. The exit code is 1 if results differ by more than bfloat16 rounding explains.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ KEYS = {
 
 
 class Blocks(TorchWNA16Experts):
-    """Without torch's product of 4-bit weights."""
+    """The torch experts without torch's product of 4-bit weights."""
 
     def _packed_groups(self) -> None:
         return None
 
 
 class Dequantising(TorchExperts):
-    """Each expert's weights become float32, then an ordinary product."""
+    """Converts each expert's weights to float32, then multiplies."""
 
     claims = TorchWNA16Experts.claims
 
 
 def weights(key: QuantKey) -> MoEWeights:
-    """Random codes; scales that keep values of a usual size."""
+    """Generate random codes, with scales that keep values in a typical range."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     per_byte = 1 if key.packing is None else 2
@@ -81,7 +81,7 @@ def weights(key: QuantKey) -> MoEWeights:
 
 
 def main() -> int:
-    """Prints one line for each kind of weights and number of tokens."""
+    """Run the command line; prints a line per type of weights and token count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,1 +1,1 @@
-"""A backend of one's own for the fp8 scheme; see :mod:`example_backend.experts`."""
+"""Example of a third-party backend for the fp8 scheme; see :mod:`example_backend.experts`."""

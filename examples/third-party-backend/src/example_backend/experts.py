@@ -12,9 +12,9 @@ from torch import Tensor
 class PreloadedExperts(mc.FusedMoEExpertsModular):
     """16-bit activations times weights that were dequantized to the layer's dtype."""
 
-    # the version of the interface that this class was written for
+    # interface version that this class was written for
     interface_api = (1, 0)
-    # kernels first; torch dequantizes on every call
+    # prefer kernels, but not torch, which dequantizes on every call
     placement = mc.Placement(before=("torch",), after=("triton",))
 
     claims = mc.Claims(
@@ -35,7 +35,7 @@ class PreloadedExperts(mc.FusedMoEExpertsModular):
         parts = 2 if config.is_gated else 1
         w13 = mc.dequantize_weight(weights.w13, weights.w13_scale, key, parts=parts)
         w2 = mc.dequantize_weight(weights.w2, weights.w2_scale, key)
-        # the quant config names the keys that were selected; engines read them there, apply here does not
+        # States the selected keys for engines, which read them; apply does not use them.
         quant_config = mc.make_quant_config(
             weight_key=key, activation_key=None, w1_scale=weights.w13_scale, w2_scale=weights.w2_scale
         )

@@ -1,4 +1,7 @@
-"""INT8 experts of an imaginary tool: per expert and projection ``weight`` int8 [N, K] and ``row_scale`` float32 [N]."""
+"""INT8 experts of an imaginary tool.
+
+Per expert and projection the checkpoint has ``weight`` int8 [N, K] and ``row_scale`` float32 [N].
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _ACTIVATIONS = {8: kInt8DynamicTokenSym, 16: None}
 
 @dataclass(frozen=True)
 class ExampleStorage(ExpertStorage):
-    """What config.json says of the layer's experts; see the base class."""
+    """Quantization settings of the layer's experts from config.json; see the base class."""
 
     activation: QuantKey | None
     why: str
@@ -41,7 +44,7 @@ class ExampleStorage(ExpertStorage):
 
 @dataclass(frozen=True, eq=False)
 class ExampleLayout(QuantizedLayout):
-    """How the tensors lie."""
+    """Layout of the layer's tensors."""
 
     def check(self, projection: str, size: tuple[int, int], experts: Sequence[int], *, has_bias: bool) -> None:
         check_expert_tensor(self.layer, projection, "weight", size, (torch.int8,), self.sized)
@@ -49,7 +52,7 @@ class ExampleLayout(QuantizedLayout):
             raise CheckpointError(f"{missing(self.layer, projection, 'row_scale')} ({self.storage.why})")
         check_expert_tensor(self.layer, projection, "row_scale", size[:1], (torch.float32,), self.storage.why)
         others = sorted({*self.layer.suffixes(projection)} - {"weight", "row_scale"})
-        if others:  # nothing is left out that might change the values
+        if others:  # refuse tensors that might change the values
             raise CheckpointError(f"{self.layer.name(0, projection, others[0])} is no tensor of this format")
 
     def stack(
@@ -62,7 +65,7 @@ class ExampleLayout(QuantizedLayout):
         *,
         has_bias: bool,
     ) -> Asking[dict[str, Tensor]]:
-        codes = yield Stack(projections, "weight")  # [E, N, K], of w13 [E, 2N, K]: gate rows, then up rows
+        codes = yield Stack(projections, "weight")  # [E, N, K]; w13 is [E, 2N, K]: gate rows, then up rows
         scales = yield from checked(self.layer, projections, "row_scale", Values.SCALE)  # [E, N]
         return {name: codes, f"{name}_scale": scales.unsqueeze(-1)}
 
@@ -72,9 +75,9 @@ class ExampleLayout(QuantizedLayout):
 
 
 class ExampleFormat(QuantizedFormat):
-    """See the module docstring."""
+    """Reader of the imaginary tool's INT8; the module docstring describes the tensors."""
 
-    # the version of the interface that this class was written for
+    # interface version that this class was written for
     format_api = (1, 0)
     name = "INT8 of an imaginary tool"
     quant_methods = ("example",)

@@ -16,7 +16,7 @@ from moe_core import (
 
 
 class PlainTorchExperts(TorchExperts):
-    """The computation is core's; what a scheme adds are the claims."""
+    """Experts that moe-core computes; a scheme only adds the claims."""
 
     claims = Claims(
         devices=(any_device(),),
@@ -31,7 +31,7 @@ class PlainTorchExperts(TorchExperts):
     )
 
 
-# one backend, so the order needs no thought
+# with one backend, no order is needed
 SCHEME = SchemeSpec(
     name="plain",
     interface_api=(1, 0),
