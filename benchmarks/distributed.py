@@ -1,4 +1,4 @@
-"""A layer on the GPUs of one host: each all2all backend, compared with one rank's work alone.
+"""A layer on the GPUs of one host: each all2all backend, compared with one rank alone.
 
     python benchmarks/distributed.py [--json FILE] [--ranks 2] [--schemes fp8_block int8] [--backends low_latency]
                                      [--layers top8 top1] [--decode 8 16 32 64] [--prefill 16384 4096 1024]
@@ -11,7 +11,7 @@ per token, an all-to-all sends a fraction of what an all-gather does. For each a
 per rank, it reports the slowest rank's medians, in microseconds:
 
 - ``us``: a call of the layer, in a CUDA graph if it can be captured
-- ``eager_us``: the same without a graph, where ranks exchange their token counts
+- ``eager_us``: the same without a graph; ranks then exchange their token counts
 - ``alone_us``: one rank's experts on the tokens it receives, without communication
 - ``bytes``: traffic of the rank that sends or receives most, dispatch and combine; ``wire_us``: the same at the
   measured
@@ -440,7 +440,7 @@ def main() -> int:
 
 
 def _points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group rows by shape, layer, scheme and peer, in the format of the other benchmarks' runner."""
+    """Group rows by shape, layer, scheme and peer, like the other benchmarks' runner."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         key = {name: row[name] for name in ("shape", "layer", "scheme", "peer")}

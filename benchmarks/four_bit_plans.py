@@ -148,7 +148,7 @@ def compared(layers: list[Any], weights: Any, inputs: list[Inputs]) -> tuple[lis
     x, router, ids = inputs[0]
     calls, kernels, outputs = [], [], []
     for experts in layers:
-        replay._SHARED.clear()  # equal layers would share launches, whatever their class plans
+        replay._SHARED.clear()  # equal layers would share launches, even if their classes plan differently
         kernel = FusedMoEKernel(experts, weights, default_prepare_finalize(experts.config))
         kernel.workspace = mc.Workspace(DEVICE)
         kernel.workspace.take(kernel.workspaces(x.shape[0]))

@@ -196,7 +196,7 @@ def make(model: str, folder: Path, sizes: str) -> None:
     weight_map: dict[str, str] = {}
 
     def write(index: int) -> None:
-        """Write the first layer's file with another layer's names, whose length changes the header's."""
+        """Write the first layer's file with another layer's names, which changes the header's size."""
         header = data[8:size].replace(b"model.layers.0.", f"model.layers.{index}.".encode())
         header += b" " * (-len(header) % 8)
         file = f"model-{index + 1:05d}.safetensors"

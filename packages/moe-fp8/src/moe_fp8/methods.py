@@ -196,7 +196,18 @@ class Fp8MoEMethod(ABC):
         expert_map: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """Run :meth:`moe_core.FusedMoEKernel.apply`, whose arguments these are.
+        """Run the layer with the router's choice; see :meth:`moe_core.FusedMoEKernel.apply`.
+
+        Args:
+            layer: module that owns the parameters.
+            x: hidden states [M, K].
+            topk_weights: router weights [M, k].
+            topk_ids: expert ids [M, k].
+            expert_map: local index of each expert, as in the kernel's method.
+            output: where to write the result, as in the kernel's method.
+
+        Returns:
+            Output [M, K].
 
         Raises:
             ConfigError: the backend does its own routing, or weights are not processed yet.
@@ -215,7 +226,18 @@ class Fp8MoEMethod(ABC):
         expert_map: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """Run :meth:`moe_core.FusedMoEKernel.apply_monolithic`, whose arguments these are.
+        """Run the layer including routing; see :meth:`moe_core.FusedMoEKernel.apply_monolithic`.
+
+        Args:
+            layer: module that owns the parameters.
+            x: hidden states [M, K].
+            router_logits: logits [M, E] of the router.
+            correction_bias: bias of the router's selection, as in the kernel's method.
+            expert_map: local index of each expert, as in the kernel's method.
+            output: where to write the result, as in the kernel's method.
+
+        Returns:
+            Output [M, K].
 
         Raises:
             ConfigError: the backend does not do the routing, or weights are not processed yet.

@@ -116,6 +116,9 @@ def make_fp8_moe_quant_config(
         per_out_ch_quant: one weight scale per output channel.
         weight_only: 16-bit activations; selects kernels that dequantize weights, on GPUs and CPUs.
 
+    Returns:
+        Scales and biases with their quant keys.
+
     Raises:
         ConfigError: switches, keys and tensors contradict each other.
     """

@@ -165,6 +165,9 @@ def make_int8_moe_quant_config(
         per_act_token_quant: one activation scale per token.
         weight_only: 16-bit activations.
 
+    Returns:
+        Scales, zero points and biases with their quant keys.
+
     Raises:
         ConfigError: switches, keys and tensors contradict each other.
     """
@@ -221,6 +224,9 @@ def make_w4a8_int8_moe_quant_config(
         w2_bias: [E, K].
         weight_key: quantization of the weights; specifies the group size and the scales' dtype.
         activation_key: quantization of the activations.
+
+    Returns:
+        Scales and biases with their quant keys.
 
     Raises:
         ConfigError: ``weight_key`` is not an int4 key, or contradicts the tensors.

@@ -48,6 +48,9 @@ def without_groups(codes: Tensor, kept: Tensor) -> Tensor:
     Args:
         codes: uint8 [E, rows, ceil(K / 2)].
         kept: bool [E, rows, groups].
+
+    Returns:
+        uint8 of the shape of ``codes``.
     """
     out = torch.empty_like(codes)
     for target, one, keep in zip(out, codes, kept, strict=True):

@@ -27,6 +27,9 @@ def convert_e2m1(codes: Tensor, scale: Tensor, columns: int, *, gated: bool = Fa
         scale: e8m0 [E, rows, ceil(columns / 32)].
         columns: number of columns.
         gated: rows are gate, then up; they are interleaved in blocks of 8.
+
+    Returns:
+        Words and scales in the kernels' layout.
     """
     words = order_words(codes, columns, 4, order="e2m1", interleaved=gated)
     scales, channel_scales = relative_e8m0(scale.view(torch.uint8), counting_groups(codes, columns), LARGEST)
@@ -57,6 +60,9 @@ def convert_to_e4m3(codes: Tensor, scale: Tensor, columns: int) -> E4m3Matrix:
         codes: uint8 [E, rows, ceil(columns / 2)].
         scale: e8m0 [E, rows, ceil(columns / 32)].
         columns: number of columns.
+
+    Returns:
+        Words, scales and powers in the kernels' layout.
     """
     powers, top = powers_above(scale, counting_groups(codes, columns), LARGEST_E4M3)
     words = order_words(without_groups(codes, powers[:, :, : scale.shape[2]] > 0), columns, 4, order="e4m3")

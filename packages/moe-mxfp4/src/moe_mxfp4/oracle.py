@@ -48,7 +48,7 @@ def convert_to_mxfp4_moe_kernel_format(
     w13_input_scale: Tensor | None = None,
     w2_input_scale: Tensor | None = None,
 ) -> KernelWeights:
-    """Convert a layer's canonical tensors to the selected backend's layout; inputs are unchanged.
+    """Convert a layer's canonical tensors to the backend's layout; inputs are unchanged.
 
     For interleaved gate and up rows (gpt-oss), see :func:`moe_mxfp4.layout.deinterleave`. Codes are two e2m1 values per
     byte, even columns in the low four bits.
@@ -103,6 +103,9 @@ def make_mxfp4_moe_quant_config(
         a1_scale: float32 [E], for static activations.
         a2_scale: float32 [E], for static activations.
         activation_key: quantization of the activations; None for 16-bit activations.
+
+    Returns:
+        Scales and biases with their quant keys.
 
     Raises:
         ConfigError: keys and tensors contradict each other.

@@ -37,5 +37,8 @@ def round_up(size: int, multiple: int) -> int:
     Args:
         size: size to round.
         multiple: positive factor of the result.
+
+    Returns:
+        The smallest multiple that is not below ``size``.
     """
     return -(-size // multiple) * multiple

@@ -35,6 +35,9 @@ TENSORS = ("w13_weight", "w2_weight", "w13_scale", "w2_scale", "w13_zp", "w2_zp"
 def names() -> types.SimpleNamespace:
     """Import the used names of SGLang, except the hook, and check the fields of its arguments.
 
+    Returns:
+        The names as attributes.
+
     Raises:
         ImportError: a name is missing.
         EngineChanged: an interface differs from the tested one.
@@ -176,6 +179,9 @@ def choose(kind: Kind, config: FusedMoEConfig, weights: MoEWeights, device: Devi
         config: configuration of the layer.
         weights: canonical weights that share SGLang's memory.
         device: device of the layer.
+
+    Returns:
+        The selection; off GPUs the first one, whether or not it keeps the codes.
 
     Raises:
         MoEError: there is none; gives the reasons.

@@ -23,7 +23,7 @@ from moe_core import (
     kInt8StaticChannelSym,
 )
 
-#: flags of which exactly one is set for quantized experts
+#: mutually exclusive flags; one is set for quantized experts
 FLAGS = ("use_mxfp8", "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
 
 

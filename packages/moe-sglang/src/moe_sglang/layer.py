@@ -33,6 +33,9 @@ def layer_config(
         dtype: dtype of the hidden states.
         batch_invariant: results must not depend on the batch.
 
+    Returns:
+        The configuration for moe-core.
+
     Raises:
         ConfigError: moe-core does not support the configuration.
     """

@@ -55,6 +55,9 @@ def dense_tensors(
         device: device on which weights are dequantized.
         target: device to which other tensors are read.
 
+    Returns:
+        Lazy tensors by name.
+
     Raises:
         CheckpointError: no installed format reads a quantized weight.
     """

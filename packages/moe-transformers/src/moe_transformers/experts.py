@@ -92,7 +92,7 @@ def form_of(module: nn.Module) -> ExpertsForm:
 
 
 def run_experts(layer: FusedMoELayer, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute :meth:`MoeCoreExperts.forward` with ``layer``, for any number of experts per token.
+    """Compute :meth:`MoeCoreExperts.forward` with any number of experts per token.
 
     Args:
         layer: layer of moe-core.

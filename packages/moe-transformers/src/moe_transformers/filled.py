@@ -111,6 +111,9 @@ class Filled:
             top_k: experts per token.
             dtype: dtype of the hidden states.
 
+        Returns:
+            The description with the layer's configuration.
+
         Raises:
             ConfigError: names what moe-core does not compute, or a tensor that is offloaded or not loaded.
         """
@@ -191,7 +194,7 @@ class Filled:
         )
 
     def _check_static(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise TensorError for invalid scales: transformers does not load those of every checkpoint."""
+        """Raise TensorError for invalid scales: transformers does not load all checkpoints' scales."""
         for name in _STATIC:
             scale = tensors[name]
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
@@ -236,7 +239,7 @@ _ENDS = ("", "_bias", "_scale_inv", "_activation_scale")
 
 
 def _fp8_keys(block: tuple[int, int] | None, scale: torch.dtype, static: bool) -> tuple[QuantKey, QuantKey]:
-    """Return (weight key, activation key) of ``FP8Experts``, as for checkpoints of the same kind."""
+    """Return (weight key, activation key) of ``FP8Experts``, as for such checkpoints."""
     if block is None:
         return kFp8StaticTensorSym, kFp8StaticTensorSym if static else kFp8DynamicTokenSym
     rows, cols = block
@@ -259,6 +262,9 @@ def as_module_holds(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         module: experts module of transformers.
         name: name of the canonical tensor ("w13", "w2_bias").
         tensor: the canonical tensor.
+
+    Returns:
+        A contiguous tensor in the module's layout.
     """
     if name.startswith("w13") and not getattr(module, "is_concatenated", True):
         tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)

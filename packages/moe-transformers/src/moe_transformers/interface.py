@@ -38,7 +38,7 @@ class ExpertsMemoryWarning(UserWarning):
 
 @dataclass(frozen=True)
 class _Held:
-    """Layer of one module, and the tensors it was created from with their addresses and versions."""
+    """Layer of one module, and its source tensors with their addresses and versions."""
 
     layer: FusedMoELayer
     tensors: Mapping[str, nn.Parameter]

@@ -51,7 +51,7 @@ def loading(
     config also shards the columns of experts. All ranks must make the same calls of the model.
 
     The context applies to the thread that entered it. Other threads load as usual, even at the same time. When the last
-    thread leaves it, transformers is restored, whatever was raised.
+    thread leaves it, transformers is restored, even after an exception.
 
     Within the context, ``from_pretrained`` raises
 

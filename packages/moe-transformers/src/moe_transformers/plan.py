@@ -1,4 +1,4 @@
-"""Plan of which layers' experts moe-core runs, made before large tensors are read."""
+"""Plan of the layers that moe-core runs, made before large tensors are read."""
 
 from __future__ import annotations
 
@@ -76,6 +76,9 @@ class Layer:
             options: options of the caller.
             device: device of the layer.
 
+        Returns:
+            The selected backend with the layer's source.
+
         Raises:
             SelectionError: no backend runs the layer.
         """
@@ -123,6 +126,9 @@ class Plan:
             folder: folder of the checkpoint.
             options: options of the caller.
             dtype: dtype of the hidden states.
+
+        Returns:
+            The plan; experts modules in ``model`` are replaced by empty ones.
 
         Raises:
             RefusedError: moe-core cannot run quantized experts.
@@ -271,7 +277,7 @@ class Plan:
             logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(names))
 
     def complete(self, model: Any, load_config: Any, info: Any, offloaded: Any) -> None:
-        """Let transformers load 16-bit experts whose checkpoint names or layout it did not recognize.
+        """Let transformers load 16-bit experts whose names or layout it did not recognize.
 
         Args:
             model: model being loaded.

@@ -31,6 +31,9 @@ class RefusedError(MoEError, ValueError):
         Args:
             error: the reason.
             quantization: the checkpoint's quantization settings, as in config.json.
+
+        Returns:
+            The error with both parts in its message.
         """
         method = quantization.get("quant_method")
         instead = _INSTEAD.get(str(method).removesuffix("_mixed"), "loads the model as it does without this package")

@@ -64,6 +64,9 @@ class MoeCoreExperts(FusedMoEExpertsModular):
             asked: vLLM's keys of weights and activations.
             keys: moe-core's keys of weights and activations.
             layer: layer whose parameters hold the weights.
+
+        Returns:
+            A subclass with these attributes.
         """
         body = {
             "__module__": cls.__module__,
@@ -92,6 +95,9 @@ class MoeCoreExperts(FusedMoEExpertsModular):
             weight_key: vLLM's key of the weights.
             activation_key: vLLM's key of the activations.
             activation_format: vLLM's activation format.
+
+        Returns:
+            Whether the layer is supported, and the reason if it is not.
         """
         engine = get_current_vllm_config_or_none()
         if engine is not None and engine.parallel_config.enable_elastic_ep:
@@ -204,7 +210,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         return oracle(self.scheme).make_kernel(self.selection, weights)
 
     def _bound_kernel(self, w13: Tensor, w2: Tensor) -> FusedMoEKernel:
-        """Return the kernel bound to this call's tensors; vLLM replaces them when it reloads weights."""
+        """Return the kernel bound to this call's tensors, which vLLM replaces in weight reloads."""
         if self._kernel is None:  # not created by vLLM's loading: the kernel owns the converted weights
             self._kernel = self._make_kernel(self._convert(w13.detach(), w2.detach(), shared=True))
         elif self._names and (w13.data_ptr(), w2.data_ptr()) != self._addresses:
@@ -248,7 +254,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of vLLM's workspaces, of which the first may alias the output, and output."""
+        """Return the shapes of two workspaces and the output; the first may alias the output."""
         return (0,), (0,) if self._kernel is None else (self._workspace_elements(M),), (M, K)
 
     def apply(
@@ -269,7 +275,7 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write the weighted sum of each token's experts to ``output`` [M, K]; see vLLM's base class."""
+        """Write each token's weighted sum of experts to ``output`` [M, K]; see vLLM's base class."""
         if getattr(self, "post_gemm2_hook", None) is not None:
             raise ConfigError(
                 f"something follows each expert before results are summed: {ENGINE.switch}=off leaves the layer to vLLM"

@@ -22,6 +22,9 @@ def layer_config(moe: Any, *, has_bias: bool | None = None, params: Any = None) 
         has_bias: whether experts have biases; by default as ``moe`` states.
         params: ApplyMoEActivationConfig of the activation, if known.
 
+    Returns:
+        The configuration for moe-core.
+
     Raises:
         ConfigError: moe-core does not support the configuration.
     """

@@ -366,7 +366,7 @@ def _changes(schemes: tuple[str, ...]) -> Iterator[Change]:
 
 
 def _taking(owner: Any, name: str, *parameters: str) -> Any:
-    """Return an attribute; raises EngineChanged or AttributeError unless it takes ``parameters``."""
+    """Return a function; raise EngineChanged or AttributeError unless it takes ``parameters``."""
     original = getattr(owner, name)
     require(original, *parameters)
     return original

@@ -81,6 +81,9 @@ def stored_group(key: QuantKey, columns: int, scale: Tensor | None) -> QuantKey:
         columns: columns of the weights.
         scale: [E, rows, groups].
 
+    Returns:
+        The key with the group size of the scales.
+
     Raises:
         ConfigError: the number of groups does not divide the columns.
     """
@@ -96,6 +99,9 @@ def rows_in_order(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: [E, 2N, ...].
+
+    Returns:
+        A contiguous tensor of the same shape.
     """
     experts, rows = tensor.shape[:2]
     return tensor.reshape(experts, rows // 2, 2, *tensor.shape[2:]).transpose(1, 2).reshape(tensor.shape).contiguous()
@@ -143,6 +149,9 @@ def bound(layer: torch.nn.Module, weights: KernelWeights, names: dict[str, str])
         layer: vLLM's layer.
         weights: converted weights.
         names: result of :func:`adopt`.
+
+    Returns:
+        Weights that refer to the parameters' data.
     """
     held = {id(tensor): getattr(layer, names[mine]).detach() for mine, tensor in weights.tensors()}
 
@@ -163,6 +172,9 @@ def mapped(weights: KernelWeights, change: Callable[[Tensor], Tensor]) -> Kernel
     Args:
         weights: converted weights.
         change: function of one tensor.
+
+    Returns:
+        The weights with the changed tensors.
     """
     return replace(
         weights,

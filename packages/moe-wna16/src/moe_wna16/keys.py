@@ -19,6 +19,9 @@ def every_key(base: QuantKey) -> KeyPattern:
 
     Args:
         base: key of the element type.
+
+    Returns:
+        The pattern for claims.
     """
     return KeyPattern(base, GROUPS, SCALE_DTYPES, permuted=(False, True), pre_scaled=(False, True))
 
@@ -28,5 +31,8 @@ def in_order(base: QuantKey) -> KeyPattern:
 
     Args:
         base: key of the element type.
+
+    Returns:
+        The pattern for claims.
     """
     return replace(every_key(base), permuted=None)

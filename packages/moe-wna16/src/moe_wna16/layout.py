@@ -16,6 +16,9 @@ def by_group(scale: Tensor, times: int = 1) -> Tensor:
     Args:
         scale: [E, rows, groups].
         times: how often each group is repeated.
+
+    Returns:
+        [E, times * groups, rows].
     """
     return scale.transpose(1, 2).repeat_interleave(times, dim=1).contiguous()
 
@@ -26,6 +29,9 @@ def zero_points(zero_point: Tensor, bits: int) -> Tensor:
     Args:
         zero_point: zero points of any integer dtype.
         bits: bits per code.
+
+    Returns:
+        uint8 or int16 of the same shape.
     """
     return zero_point.to(torch.uint8 if bits == 4 else torch.int16)
 
@@ -39,6 +45,9 @@ def arranged_groups(g_idx: Tensor, bits: int, multiple: int) -> Tensor:
         g_idx: int32 [E, K].
         bits: bits per code.
         multiple: K is padded to a multiple of this.
+
+    Returns:
+        int32 [E, K padded].
     """
     codes = 32 // bits
     padded = F.pad(g_idx, (0, -g_idx.shape[1] % multiple))

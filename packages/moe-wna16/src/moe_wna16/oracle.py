@@ -103,7 +103,7 @@ def convert_to_wna16_moe_kernel_format(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> KernelWeights:
-    """Convert a layer's canonical tensors to the selected backend's layout; inputs are unchanged.
+    """Convert a layer's canonical tensors to the backend's layout; inputs are unchanged.
 
     Values are ``(code - zero point) * scale``; without zero points ``(code - 8) * scale`` or ``(code - 128) * scale``.
     int4 codes are two per byte, even columns in the low four bits. Zero points are neither packed nor reduced by one.
@@ -184,6 +184,9 @@ def make_wna16_moe_quant_config(
         activation_key: quantization of the activations; None for 16-bit activations.
         num_bits: 4 or 8.
         group_size: columns per group, -1 for the whole row.
+
+    Returns:
+        Scales and their companions with the quant keys.
 
     Raises:
         ConfigError: keys and tensors contradict each other.

@@ -297,7 +297,7 @@ def _block_scale_arguments(weights: KernelWeights, layout: int, kind: int) -> di
 
 
 def _padded_scales(scale: Tensor, rows: int, columns: int, parts: int) -> Tensor:
-    """Pad e8m0 scales [E, parts * R, C] with scales of 1, below and right of each stacked matrix."""
+    """Pad e8m0 scales [E, parts * R, C] of each stacked matrix with scales of 1."""
     experts, height, width = scale.shape
     out = scale.new_full((experts, parts, rows, columns), ONE)
     out[:, :, : height // parts, :width] = scale.view(experts, parts, -1, width)

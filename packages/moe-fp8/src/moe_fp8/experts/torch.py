@@ -37,7 +37,7 @@ _ACTIVATIONS = (kFp8StaticTensorSym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, 
 
 
 class TorchFp8Experts(TorchExperts):
-    """Reference for e4m3 weights (tensor, channel, block, MXFP8) with e4m3 or 16-bit activations."""
+    """e4m3 weights (tensor, channel, block or MXFP8 scales) with e4m3 or 16-bit activations."""
 
     claims = Claims(
         devices=(any_device(),),

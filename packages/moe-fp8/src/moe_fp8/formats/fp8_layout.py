@@ -229,7 +229,7 @@ class Fp8Layout(QuantizedLayout):
     def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.storage.microscaling:
             return (torch.uint8, torch.float8_e8m0fnu)
-        # plain bytes are exponents only if the config says so
+        # plain bytes are exponents only if the config states it
         exponents = (torch.float8_e8m0fnu, torch.uint8) if self.storage.exponent_bytes else (torch.float8_e8m0fnu,)
         return (*_FLOATS, *exponents)
 

@@ -1,4 +1,4 @@
-"""MXFP8: ``quant_method: mxfp8`` (MiniMax), AutoRound's ``auto_round:llm_compressor`` export.
+"""MXFP8: ``quant_method: mxfp8`` (MiniMax) and AutoRound's ``auto_round:llm_compressor``.
 
 Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale`` or ``weight_scale_inv`` uint8 [N, K/32], e8m0
 exponents. Activations are MXFP8. MiniMax rounds their scales up; AutoRound follows ``act_data_type`` (mx_fp down,

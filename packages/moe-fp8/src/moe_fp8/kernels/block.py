@@ -95,6 +95,9 @@ def block_scheme(block_k: int) -> GroupScheme:
 
     Args:
         block_k: columns per scale.
+
+    Returns:
+        The scheme for the fused layer.
     """
     return GroupScheme(
         quantize_group,
@@ -119,6 +122,9 @@ def block_weight(
         bias: bias of the layer, or None.
         rows: rows of one half.
         block_shape: (block_n, block_k), powers of two of at least 32 and 16.
+
+    Returns:
+        The operand for the grouped GEMM.
     """
     block_n, block_k = block_shape
     strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)

@@ -79,6 +79,9 @@ class Codes:
             x: float32 [R, K].
             desc: how to quantize; if static, the scales of one expert.
 
+        Returns:
+            The codes with scales and zero points per row.
+
         Raises:
             TensorError: ``desc`` describes 16-bit activations.
         """

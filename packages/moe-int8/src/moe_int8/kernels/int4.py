@@ -127,6 +127,9 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
         group_size: 32, 64 or 128 columns, or -1 for channel scales.
         zero_points: operands end with the row sums of the weights: int32, times 16 (channel scales), or scaled float32
             (group scales).
+
+    Returns:
+        The device functions with their settings.
     """
     load_weights, multiplied = _GROUPS[0 if group_size == -1 else 1 if group_size == 128 else 2]
     base = INT8_ZERO if zero_points else INT8

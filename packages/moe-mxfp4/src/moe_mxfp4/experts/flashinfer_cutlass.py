@@ -76,6 +76,9 @@ class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
 
         Args:
             w: uint8 codes [E, rows, columns / 2].
+
+        Returns:
+            uint8 of the same shape.
         """
 
     @staticmethod
@@ -85,6 +88,9 @@ class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
 
         Args:
             scale: e8m0 scales [E, rows, columns / 32].
+
+        Returns:
+            The scales in the library's layout.
         """
 
     def convert(self, weights: MoEWeights) -> KernelWeights:

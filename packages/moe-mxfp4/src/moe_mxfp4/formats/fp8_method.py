@@ -11,7 +11,8 @@ MiMo         ``store_dtype: mxfp4``          ``weight`` uint8 [N, K/2]         `
 
 ``expert_dtype`` is part of the quantization settings or at the top level of config.json. It remains "fp4" after
 ModelOpt has converted the experts to NVFP4 (``moe_quant_algo``); the second scale of NVFP4, which MXFP4 does not have,
-tells them apart. Activations are 16-bit unless quantized ones are requested; DeepSeek's own code quantizes them to FP8.
+distinguishes them. Activations are 16-bit unless quantized ones are requested; DeepSeek's own code quantizes them to
+FP8.
 """
 
 from __future__ import annotations

@@ -97,6 +97,9 @@ def e2m1_functions(key: QuantKey | None, step: int) -> TileFunctions:
     Args:
         key: quantization of the activations.
         step: columns per mainloop step, one group or four.
+
+    Returns:
+        The device functions of a tile.
     """
     open_a, load_a = activation_functions(key)
     by_step = key == kFp8Dynamic128Sym

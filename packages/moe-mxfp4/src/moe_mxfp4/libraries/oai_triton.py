@@ -24,6 +24,9 @@ KNOWN_BY = "routing.py"
 def load_triton_kernels() -> SimpleNamespace:
     """Import the package on first use and return its functions.
 
+    Returns:
+        The functions and classes as attributes.
+
     Raises:
         ConfigError: the package is not installed, or another package of this name was imported.
     """

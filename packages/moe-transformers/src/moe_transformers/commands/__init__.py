@@ -1,1 +1,1 @@
-"""Commands ``moe generate`` and ``moe perplexity``; ``run(arguments)`` returns the exit code."""
+"""Commands ``moe generate`` and ``moe perplexity``: ``run(arguments)`` returns an exit code."""

@@ -68,6 +68,9 @@ def summary(data: dict[str, Any]) -> str:
 
     Args:
         data: dict that contains the entries of :meth:`Loaded.as_dict`.
+
+    Returns:
+        The line of text.
     """
     experts = ", ".join(f"{name} ({count} layers)" for name, count in data["experts"].items()) or "none"
     peak = "" if data["peak_memory"] is None else f"; at most {bytes_text(data['peak_memory'])} of memory"
@@ -79,6 +82,9 @@ def rate(tokens_per_second: float) -> str:
 
     Args:
         tokens_per_second: the speed.
+
+    Returns:
+        The text, with its unit.
     """
     digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
     return f"{digits} tokens/s"
@@ -89,6 +95,9 @@ def load(args: argparse.Namespace) -> Loaded:
 
     Args:
         args: parsed arguments.
+
+    Returns:
+        The model, ready to run.
 
     Raises:
         MoEError: the model cannot be loaded; includes transformers' message if transformers refuses it.

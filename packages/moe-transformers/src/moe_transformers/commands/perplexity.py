@@ -98,6 +98,9 @@ def negative_log_likelihood(loaded: Loaded, tokens: Tensor, count: int) -> float
         loaded: the model.
         tokens: token ids [T].
         count: number of tokens to score, each predicted from all tokens before it.
+
+    Returns:
+        The sum over the scored tokens.
     """
     ids = tokens.to(loaded.device)
     logits = loaded.model(ids[None], use_cache=False).logits[0, -count - 1 : -1]

@@ -20,6 +20,9 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
     Args:
         args: parsed arguments.
 
+    Returns:
+        The tokenizer, or None.
+
     Raises:
         CheckpointError: the checkpoint has no tokenizer that transformers can load.
     """

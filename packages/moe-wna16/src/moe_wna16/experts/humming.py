@@ -1,4 +1,4 @@
-"""Humming: int4 and int8 weights with 16-bit activations, in kernels compiled for each shape.
+"""Humming: int4 and int8 weights with 16-bit activations, in kernels compiled per shape.
 
 Humming computes the two grouped GEMMs. Sorting, activation and the top-k reduction are moe-core's:
 

@@ -111,7 +111,7 @@ class TritonWNA16Experts(GroupedExperts):
 
     @property
     def short_steps(self) -> bool:
-        """Whether a mainloop step has 32 columns: for permuted columns, or if no tensor core is used."""
+        """Whether a mainloop step has 32 columns: if permuted, or if no tensor core is used."""
         return self.permuted or (self.config.dtype is torch.float32 and not self.quantized)
 
     @property

@@ -1,7 +1,7 @@
-"""AWQ (AutoAWQ, GPTQModel): ``quant_method`` "awq", ``version`` or ``format`` "gemm", 4 bits.
+"""AWQ (AutoAWQ, GPTQModel): ``quant_method`` "awq", ``version`` "gemm", 4 bits.
 
-:mod:`moe_wna16.formats.awq_packing` describes the tensors. Zero points are stored unmodified; with ``zero_point`` false
-every zero point is 8.
+:mod:`moe_wna16.formats.awq_packing` describes the tensors. ``version`` may also be named ``format``. Zero points are
+stored unmodified; with ``zero_point`` false every zero point is 8.
 """
 
 from __future__ import annotations

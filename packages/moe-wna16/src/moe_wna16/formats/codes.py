@@ -68,6 +68,9 @@ def rows_of_words(words: Tensor, bits: int, cols: int) -> Tensor:
         words: int32 [..., ceil(cols * bits / 32)].
         bits: bits per field.
         cols: number of columns.
+
+    Returns:
+        uint8 [..., ceil(cols * bits / 8)].
     """
     raw = bytes_of(words)[..., : -(-cols * bits // 8)]
     if cols * bits % 8:

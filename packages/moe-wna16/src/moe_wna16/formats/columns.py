@@ -52,6 +52,9 @@ class ColumnGroups:
             packing: tensors of the tool.
             group: columns per group, -1 for all.
             symmetric: the weights are symmetric.
+
+        Returns:
+            The groups; equal requests for a layer share one result.
         """
         # cached: several formats for one tool's files, and a model's plan before its layers, request the same
         key = (ColumnGroups, packing, group, symmetric)
@@ -202,7 +205,7 @@ def _check(g_idx: Tensor, name: str, groups: int, scale: str) -> None:
 
 
 def _name(layer: LayerExperts, expert: int, projection: str, suffix: str) -> str:
-    """Return the name of the tensor, or a description of the projection if the tensor is missing."""
+    """Return the name of the tensor, or describe the projection if the tensor is missing."""
     if layer.has(projection, suffix):
         return layer.name(expert, projection, suffix)
     return f"the group of columns of {layer.prefix}.{expert}'s {projection} (no {suffix})"

@@ -1,4 +1,4 @@
-"""Interface for how a tool stores codes, scales and zero points of an expert's linear module.
+"""Interface for a tool's storage of an expert's codes, scales and zero points.
 
 It covers everything that differs between tools. :mod:`moe_wna16.formats.wna16_layout` implements what they share:
 finding, checking and loading tensors.
@@ -96,6 +96,9 @@ class Packing(ABC):
         Args:
             stored: the tensor in the file.
             rows: rows of the matrix.
+
+        Returns:
+            [n, rows, groups].
         """
         return stored.reshape(len(stored), rows, -1)
 
@@ -137,5 +140,8 @@ class Packing(ABC):
 
         Args:
             stored: the tensor in the file.
+
+        Returns:
+            bool of the shape of ``stored``, or None.
         """
         return None

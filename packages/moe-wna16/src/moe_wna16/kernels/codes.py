@@ -106,7 +106,7 @@ def open_columns(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _load_codes(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Load a step's words with row zero points, or with (scales, zero points); see `_LOAD_CODES`."""
+    """Load a step's words and row zero points, or (scales, zero points); see `_LOAD_CODES`."""
     MIDDLE: tl.constexpr = 2.0 ** (BITS - 1)
     if GROUPS <= 0:
         words = tile_words(state, b_desc, k, K, BLOCK_K, BITS, EVEN_N, EVEN_K)
@@ -180,6 +180,9 @@ def code_functions(key: QuantKey | None, bits: int, groups: int) -> TileFunction
         key: None for 16-bit activations, or e4m3 with a scale per token (4-bit codes).
         bits: bits per code.
         groups: groups per mainloop step, 1, 2 or 4; 0 for one scale per row; -1 for columns with individual groups.
+
+    Returns:
+        The device functions of a tile.
     """
     open_a, load_a = activation_functions(key)
     load_b, scale_acc = _LOAD_CODES[bits, groups], None if key is None else scale_acc_tokens
