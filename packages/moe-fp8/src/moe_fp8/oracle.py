@@ -99,8 +99,7 @@ def make_fp8_moe_quant_config(
     """Build the quant config of e4m3 weights of any scale type, for every backend.
 
     ``weight_key`` and ``activation_key`` state the schemes directly, as a selection does. Without a ``weight_key`` the
-    older
-    switches determine them.
+    older switches determine them.
 
     Args:
         w1_scale: scales of ``w13``.

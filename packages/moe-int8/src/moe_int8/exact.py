@@ -18,8 +18,7 @@ def exact_product(x: Tensor, w: Tensor) -> Tensor:
     """Multiply int8 codes exactly: ``x`` times ``w`` transposed, for K < 2**17.
 
     On a CPU whose int8 instructions are exact (VNNI or similar) this is one call, which reads the codes directly.
-    Otherwise
-    float32 products are used, over as many columns as float32 sums exactly.
+    Otherwise float32 products are used, over as many columns as float32 sums exactly.
 
     Args:
         x: int8 [R, K].

@@ -49,8 +49,7 @@ def pack_int4(codes: Tensor, half: int) -> Tensor:
     """Pack int4 codes in the kernels' order, two per byte.
 
     A step is ``2 * half`` columns in ``half`` bytes: column c is in the lower four bits of byte c, column c + half in
-    the
-    upper four. The last step is padded with zeros.
+    the upper four. The last step is padded with zeros.
 
     Args:
         codes: int8 [E, rows, K], values -8 .. 7.

@@ -11,8 +11,7 @@ def sum_reasons(config: FusedMoEConfig, weight_key: QuantKey | None, activation_
     """Return reasons against row sums that may overflow int32; for ``extra_reasons``.
 
     The largest product is that of a weight of -128 (for int4: 16 times -8) and an activation of -128, or 255 codes away
-    from
-    its zero point.
+    from its zero point.
 
     Args:
         config: configuration of the layer.

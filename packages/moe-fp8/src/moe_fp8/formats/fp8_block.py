@@ -62,8 +62,7 @@ def reason_against_kind(quantization: Mapping[str, Any], layer: LayerExperts) ->
     """Return why settings of ``quant_method: fp8`` are not supported e4m3 ones, or None.
 
     The expert dtype may also be given at the top level of config.json, next to the quantization settings. It is ignored
-    for
-    e4m3 weights, such as attention in a model with FP4 experts.
+    for e4m3 weights, such as attention in a model with FP4 experts.
 
     Args:
         quantization: the checkpoint's quantization settings.

@@ -3,8 +3,7 @@
 Per expert and projection: ``weight`` e4m3 [N, K] and ``weight_scale`` or ``weight_scale_inv`` uint8 [N, K/32], e8m0
 exponents. Activations are MXFP8. MiniMax rounds their scales up; AutoRound follows ``act_data_type`` (mx_fp down,
 mx_fp_rceil up) or keeps activations 16-bit according to ``act_bits``. AutoRound's ``extra_config`` overrides settings
-for
-individual layers.
+for individual layers.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ Per expert and projection ``weight`` e4m3 [N, K] and ``weight_scale``:
 - ``per_group`` of 32 with ``scale_format: e8m0``: uint8 [N, K/32]
 
 ``input_tensors``: null means 16-bit activations. Static per-tensor activations have an ``input_scale``. Dynamic ones
-are
-per tensor, per token (Quark calls it ``per_channel`` or ``per_token``) or in groups. MXFP8 scales are rounded according
-to ``scale_calculation_mode``.
+are per tensor, per token (Quark calls it ``per_channel`` or ``per_token``) or in groups. MXFP8 scales are rounded
+according to ``scale_calculation_mode``.
 """
 
 from __future__ import annotations

@@ -94,10 +94,8 @@ def e4m3_values(words, dtype: tl.constexpr, scale=None):
     """Dequantize the four numbers of each of `words` [N, W], as `asm_values` returns them.
 
     See `moe_core.kernels.gemm.fragments.dequant.asm_values`; float32 in the interpreter. With `scale` [N, W] the
-    products
-    are rounded. `scale` holds pairs of `dtype`, premultiplied by 2^120 (float16: 2^8); for float32 and in the
-    interpreter
-    it is the plain scale.
+    products are rounded. `scale` holds pairs of `dtype`, premultiplied by 2^120 (float16: 2^8); for float32 and in the
+    interpreter it is the plain scale.
     """
     if INTERPRET or dtype == tl.float32:
         return _byte(words, scale), _byte(words >> 16, scale), _byte(words >> 8, scale), _byte(words >> 24, scale)

@@ -2,8 +2,7 @@
 
 Codes are multiplied as stored, with exact int32 sums (:mod:`moe_int8.exact`): nothing is dequantized if activations are
 int8. With zero points, ``(q - z) w = q w - z sum(w)``; the row sums of the codes are computed once, at conversion.
-Scales
-are applied to the products, in float32.
+Scales are applied to the products, in float32.
 """
 
 from __future__ import annotations

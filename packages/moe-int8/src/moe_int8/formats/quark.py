@@ -2,9 +2,8 @@
 
 Per expert and projection ``weight`` int8 [N, K] and ``weight_scale``: [N] (``per_channel``) or one value
 (``per_tensor``). ``input_tensors``: null means 16-bit activations. Static per-tensor activations have an
-``input_scale``
-and, if asymmetric, an ``input_zero_point``. Dynamic ones are per tensor or per token (Quark calls it ``per_channel`` or
-``per_token``). Quark also writes zero points for symmetric types, where they are 0.
+``input_scale`` and, if asymmetric, an ``input_zero_point``. Dynamic ones are per tensor or per token (Quark calls it
+``per_channel`` or ``per_token``). Quark also writes zero points for symmetric types, where they are 0.
 """
 
 from __future__ import annotations

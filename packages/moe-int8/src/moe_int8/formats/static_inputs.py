@@ -10,8 +10,7 @@ def shared_input(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tens
     """Merge the static scales and zero points of several projections.
 
     Equal ones are kept. Otherwise the result covers the smallest range that contains all of theirs, so that none clips.
-    For
-    symmetric quantization this is the largest scale.
+    For symmetric quantization this is the largest scale.
 
     Args:
         scale: [E, P], one per projection.

@@ -1,9 +1,8 @@
 """SGLang's ``quant_method: w8a8_int8``: int8 per channel, activations quantized per token.
 
 Per expert and projection ``weight`` int8 [N, K] and ``weight_scale`` [N, 1], usually float32. ``is_dynamic`` only
-matters
-on Ascend devices: SGLang's GPU kernels always use one scale per token. Static activation scales, which Ascend's tools
-write, come with offsets and are refused because of them.
+matters on Ascend devices: SGLang's GPU kernels always use one scale per token. Static activation scales, which Ascend's
+tools write, come with offsets and are refused because of them.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def open_groups(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
     """Open int4 weights with group scales.
 
     b_args = (bytes, scales [E, groups, rows], byte strides per expert, row and step, scale stride per expert, -, scale
-    stride
-    per group).
+    stride per group).
     """
     words, scales, stride_e, stride_n, _, scale_e, _, scale_g = b_args
     rows, inside, first = weight_rows(words, stride_e, stride_n, expert, half, n, N, BLOCK_N)
