@@ -94,7 +94,7 @@ def _filled(model: nn.Module, name: str, top_k: int | None) -> Filled:
 
 
 def _select(filled: Filled, online: OnlineQuantization, backend: str) -> None:
-    """Raise SelectionError if no backend, or not the named one, runs the layer."""
+    """Check that a backend, or the named one, supports the layer."""
     registry().oracle(online.scheme).select(
         filled.config,
         weight_key=online.weight_key,

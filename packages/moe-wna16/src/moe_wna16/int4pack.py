@@ -226,7 +226,7 @@ def available() -> bool:
     scale = torch.tensor([1.0, 0.5], dtype=torch.bfloat16, device="cpu").expand(rows, 2)
     try:
         packed, added = pack(codes, 4, group)
-        # unit vectors, so that the product returns the weights
+        # identity matrix: the GEMM returns the dequantized weights
         one = torch.eye(columns, dtype=torch.float32, device="cpu")
         found = product(one, packed, scales_and_zeros(scale, None, 4, added))
         tiles = torch.empty(columns, rows, dtype=torch.float32, device="cpu")

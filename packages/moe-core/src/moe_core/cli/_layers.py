@@ -132,7 +132,7 @@ def _random_weights(
 
     static: dict[str, Any] = {}
     if activation_key is not None and activation_key.is_static:
-        # Inputs of both products have a standard deviation of about 1 and rarely exceed 8.
+        # Inputs of GEMM1 and GEMM2 have a standard deviation of about 1 and rarely exceed 8 in magnitude.
         scale = torch.full((distinct,), 8 / activation_key.dtype.max_value, device=device)
         static = {"w13_input_scale": scale, "w2_input_scale": scale.clone()}
     small = quantize_moe_weights(

@@ -1,4 +1,4 @@
-"""Text report on a selection: the verdict, and the few reasons that users can act on."""
+"""Text report of backend selection: the chosen backend, and the rejections that users can act on."""
 
 from __future__ import annotations
 

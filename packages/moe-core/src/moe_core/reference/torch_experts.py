@@ -332,7 +332,7 @@ class TorchExperts(FusedMoEExpertsModular):
         return x if desc.pre_scale is None else x * desc.pre_scale[expert]
 
     def _quantized_rows(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
-        """Quantize one expert's rows, whose scales do not depend on other rows."""
+        """Quantize one expert's activations with static, per-token or per-group scales."""
         if desc.key is None or not desc.key.is_static:
             return self.quantized(x, desc)
         own = of_expert(desc, expert)

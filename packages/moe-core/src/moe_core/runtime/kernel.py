@@ -397,7 +397,7 @@ class FusedMoEKernel:
         return self._replay
 
     def _replay_of_steps(self, output: Tensor) -> Replay | None:
-        """Recorded launches of the experts for a call in steps; None if they cannot be replayed."""
+        """Recorded launches of the experts for a staged call (:meth:`start`); None if they cannot be replayed."""
         experts, movement = self._modular_parts()
         if output.is_cuda and movement.collective and experts.launches_only:
             return self._replay_of(experts, movement)

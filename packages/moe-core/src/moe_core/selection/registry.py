@@ -210,7 +210,7 @@ class Registry:
         """
         check_instance("name", name, str)
         if name not in self.scheme_names():
-            self.scheme(name)  # raises that it is not installed
+            self.scheme(name)  # raises the error for a scheme that is not installed
         found = tuple(self._formats_of(name))
         self._tell()
         return found

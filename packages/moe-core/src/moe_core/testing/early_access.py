@@ -211,7 +211,7 @@ def _is_access(operation: str) -> bool:
 
 
 class _Origins:
-    """Origins of register values."""
+    """Def-use chains of PTX registers: trace an address operand back to kernel parameters."""
 
     def __init__(self, code: list[_Instruction]) -> None:
         #: for each register the instructions that write it: operation, and the operands after the written registers

@@ -175,5 +175,5 @@ def _size(most: int, multiple: int, generator: random.Random) -> int:
 
 
 def _log_uniform(least: int, most: int, generator: random.Random) -> int:
-    """Return an integer with a uniform logarithm: all orders of magnitude are equally frequent."""
+    """Draw a log-uniformly distributed integer."""
     return min(most, int(least * ((most + 1) / least) ** generator.random()))

@@ -1,4 +1,4 @@
-"""moe generate: text generation with a whole model, with speed and memory."""
+"""``moe generate``: generate text with a whole model and report throughput and memory use."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def round_e2m1(x):
 def downcast_e4m3(x):
     """Convert float32, |x| <= 448 or NaN, to e4m3 (round to nearest even)."""
     if INTERPRET:
-        # the interpreter rounds the mantissa of a NaN like that of a number: pass it the three ones of e4m3's NaN
+        # the interpreter rounds a NaN's mantissa as if it were finite: the top three mantissa bits must be set already
         x = tl.where(x == x, round_e4m3(x), tl.full(x.shape, 0x7FF00000, tl.int32).to(tl.float32, bitcast=True))
     return x.to(tl.float8e4nv)
 

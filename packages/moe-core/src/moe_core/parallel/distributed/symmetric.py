@@ -349,7 +349,7 @@ class ExchangeRoom(SharedByCopies):
         rooms = _ROOMS.setdefault(ranks.group, {})
         known = rooms.get(device, lambda: None)
         room = None if known is None else known()
-        # A room that the last layer of one rank has freed may still exist on another rank.
+        # Buffer pools are weakly referenced: one rank may have freed its pool while another still holds one.
         if known is not None and not all(_told(ranks, room is not None)):
             room = _new_room(ranks, groups, device)
             rooms[device] = None if room is None else weakref.ref(room)

@@ -102,7 +102,7 @@ def full_slot(full, place):
 
 @gluon.jit
 def empty_slot(empty, place):
-    """Wait until the consumers have freed the slot for `place`, and return the slot."""
+    """Producer acquire: wait until the consumers have released the stage of iteration `place`, and return its index."""
     slot, phase = slot_and_phase(place, empty.shape[0])
     mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot

@@ -520,7 +520,7 @@ def has_aligned_rows(tensor: Tensor) -> bool:
 
 
 def rows_of_experts(weights: Tensor) -> Tensor:
-    """View weights as a matrix with the experts one after another.
+    """Return a 2-D view of the weights, with the expert dimension flattened into the rows.
 
     Args:
         weights: [E, rows, K], or block-major [E, K / block, rows, block].
