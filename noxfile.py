@@ -65,6 +65,7 @@ nox.options.sessions = [
     "vllm",
     "sglang",
     "compile_cover",
+    "tools",
     "docs",
     "bench",
     "wheels",
@@ -191,6 +192,18 @@ def libraries(session: nox.Session) -> None:
     }
     tests = [str(path) for path in sorted(Path("packages").glob("*/tests/libraries"))]
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=environment)
+
+
+@nox.session(download_python="never")
+def tools(session: nox.Session) -> None:
+    """Test the readers against the newest quantization tools: assigned groups and packed weights."""
+    install(session, "test", "families", "tools-imports")
+    if session.venv_backend != "none":
+        # Run outside of the workspace, whose constraints pin the release of compressed-tensors that vLLM requires.
+        with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+            session.install("--no-deps", *group("tools"))
+    folders = [*sorted(Path("packages").glob("*/tests/tools")), Path("tests/tools")]
+    run_tests(session, *(str(path) for path in folders))
 
 
 @nox.session(download_python="never")

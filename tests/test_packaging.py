@@ -85,7 +85,9 @@ def test_every_direct_dependency_is_pinned() -> None:
     workspace = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = {re.split(r"[=<>;\[ ]", pin)[0] for pin in workspace["tool"]["uv"]["constraint-dependencies"]}
     wanted = [item for project in PROJECTS.values() for item in project["dependencies"]]
-    wanted += [i for items in workspace["dependency-groups"].values() for i in items if isinstance(i, str)]
+    groups = dict(workspace["dependency-groups"])
+    assert all("==" in item for item in groups.pop("tools")), "the group states its versions, which are not constraints"
+    wanted += [i for items in groups.values() for i in items if isinstance(i, str)]
     missing = {re.split(r"[=<>;\[ ]", item)[0] for item in wanted if not item.startswith("moe-")} - pins
     assert not missing, f"pin {sorted(missing)} with tools/pin.py"
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
+#: Group that states exact versions, which may differ from those that other groups require.
+EXACT = "tools"
 
 
 def resolve(requirements: list[str]) -> list[str]:
@@ -64,7 +66,7 @@ def main() -> None:
     """Resolve and write both lists."""
     text = PYPROJECT.read_text()
     groups = tomllib.loads(text)["dependency-groups"]
-    wanted = [item for items in groups.values() for item in items if isinstance(item, str)]
+    wanted = [item for name, items in groups.items() if name != EXACT for item in items if isinstance(item, str)]
     backends: set[str] = set()
     for path in ROOT.glob("packages/*/pyproject.toml"):
         content = tomllib.loads(path.read_text())
