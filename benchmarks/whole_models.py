@@ -7,7 +7,7 @@
     python benchmarks/whole_models.py run DIR --by bf16               # the same on random weights: nothing is loaded
 
 `all` keeps one checkpoint at a time on disk, at most 31 GB. A checkpoint that was just written is loaded from the page
-cache. `read_s` is the corresponding lower bound: the time to read the same bytes with as many threads as loading uses,
+cache. `read_s` is the corresponding lower bound: the time to read the same bytes with the same number of threads
 and to copy them to the device. Prefill is one call of the model, `generate` has a prompt of 16 tokens. A decode step is
 also timed in a CUDA graph with a static cache.
 """

@@ -50,7 +50,7 @@ WAYS = (loaded, quantized)
 
 def adapter(model: PreTrainedModel, folder: Path, **config: Any) -> Path:
     """An adapter with random weights, made by PEFT on a model of transformers alone."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the nox session `transformers` installs it")
     made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=ATTENTION, **config))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def works_with_transformers() -> bool:
 def test_adapters_of_attention_are_loaded_merged_and_saved(
     make: Callable[[Path], PreTrainedModel], folder: Path, tmp_path: Path
 ) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the nox session `transformers` installs it")
     model = make(folder)
     path = adapter(twin(model), tmp_path / "adapter")
     plain = logits(model, tokens())
@@ -115,7 +115,7 @@ def test_adapters_of_attention_are_loaded_merged_and_saved(
 def test_adapters_of_experts_are_refused_before_any_is_applied(
     make: Callable[[Path], PreTrainedModel], folder: Path, tmp_path: Path
 ) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the nox session `transformers` installs it")
     model = make(folder)
     path = adapter(twin(model), tmp_path / "adapter", target_parameters=EXPERTS)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -133,7 +133,7 @@ def test_adapters_of_experts_are_refused_before_any_is_applied(
 
 @pytest.mark.parametrize("config", [{"target_parameters": EXPERTS}, {"modules_to_save": ["experts"]}])
 def test_experts_that_peft_wraps_are_not_quantized(config: dict[str, Any]) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the nox session `transformers` installs it")
     model = peft.get_peft_model(qwen3().float(), peft.LoraConfig(r=4, target_modules=ATTENTION, **config)).eval()
     before = logits(model, tokens())
     with pytest.raises(mc.ConfigError, match="experts"):
@@ -148,7 +148,7 @@ def test_experts_that_peft_wraps_are_not_quantized(config: dict[str, Any]) -> No
 def test_accelerate_dispatches_and_does_not_offload(
     make: Callable[[Path], PreTrainedModel], folder: Path, tmp_path: Path
 ) -> None:
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate", reason="the nox session `transformers` installs it")
     model = make(folder)
     expected = logits(model, tokens())
     for offload in (

@@ -418,7 +418,7 @@ def test_writers_with_the_same_process_number(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_locked_waits_for_the_one_before(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
+    pytest.importorskip("fcntl", reason="file locks are POSIX only")
     path = tmp_path / "p.json"
 
     def one_more() -> None:
@@ -449,7 +449,7 @@ def test_without_locks_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
+    pytest.importorskip("fcntl", reason="file locks are POSIX only")
     with (
         pytest.raises(ConfigError, match=r"p\.json\.lock can't be written: the folder"),
         locked(tmp_path / "no/p.json"),

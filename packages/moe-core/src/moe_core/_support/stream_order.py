@@ -13,7 +13,7 @@ class StreamOrder:
 
     Nothing happens on the device while the stream stays the same. On a change, the new stream waits for an event
     recorded after all launches on the old one. Calls captured in a CUDA graph are ordered among themselves only: a
-    capture cannot wait for work outside of it, so whoever starts replays must order them.
+    capture cannot wait for work outside it, so the caller must order replays.
     """
 
     def __init__(self) -> None:

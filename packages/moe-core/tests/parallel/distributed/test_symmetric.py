@@ -64,7 +64,7 @@ def test_a_buffer_is_taken_behind_the_call_before_on_another_stream(monkeypatch)
     gpu.now = gpu.stream(1)
     buffers.release(buffers.take())
     assert gpu.waits == [(1, 0)]
-    # a capture does not wait for work outside of it, nor is it waited for
+    # a capture is not ordered with work outside it
     gpu.now = gpu.stream(2)
     gpu.now.capture = object()
     buffers.release(buffers.take())
