@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_core._support.autocast import autocast_off, is_autocast, without_autocast
 from moe_core._support.fake import is_fake
@@ -27,10 +24,13 @@ from moe_core.errors import (
 )
 from moe_core.interface.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.kernels.launch.compile_ahead import Progress
-from moe_core.layer.recipe import completed, recipe_of
+from moe_core.layer.conversion import check_before_apply
+from moe_core.layer.origin import LayerOrigin
+from moe_core.layer.recipe import completed
+from moe_core.layer.replacement import find_replacement, quantize_like, router_of
+from moe_core.layer.router_product import fixed_rows_product
 from moe_core.layer.state_dicts import ExpertsForm, experts_of, leave_out
 from moe_core.parallel.shard import local_expert_range, map_of
-from moe_core.parallel.shard_plan import refine
 from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.runtime.kernel_call import KernelCall
 from moe_core.selection.oracle import Oracle
@@ -42,7 +42,7 @@ from moe_core.spec.routing import LOGIT_DTYPES, RoutingConfig
 from moe_core.spec.weights import KernelWeights, MoEWeights, check_writable
 
 if TYPE_CHECKING:
-    from moe_core.checkpoint import Checkpoint, Given, LayerSource
+    from moe_core.checkpoint import Checkpoint
     from moe_core.kernels.ops.online import OnlineQuantization
     from moe_core.parallel.distributed.groups import ParallelGroups
     from moe_core.parallel.placement.placement import ExpertPlacement
@@ -230,7 +230,7 @@ class FusedMoELayer(nn.Module):
             moe_backend=backend,
             device=weights.w13.device,
         )
-        lora = room_for_lora(config, weights.w13.device)
+        lora = LoRAWeights.zeros(config, weights.w13.device) if config.is_lora_enabled else None
         if online is not None:
             weights.validate(config)
         quantized = weights if online is None else online.quantize(weights)
@@ -453,7 +453,7 @@ class FusedMoELayer(nn.Module):
         with autocast_off(x.device.type):
             weight = self.router_weight.float().T
             if self.config.batch_invariant:
-                logits = _fixed_rows_product(x.float(), weight)
+                logits = fixed_rows_product(x.float(), weight)
             else:
                 logits = x.float() @ weight
             return logits if self.router_bias is None else logits + self.router_bias.float()
@@ -486,15 +486,20 @@ class FusedMoELayer(nn.Module):
             from moe_core.checkpoint import Checkpoint
 
             check_instance("weights", weights, MoEWeights, Checkpoint, str, os.PathLike)
-            source, quantized = self._read(weights, layer)
-            router = self._router_of(source)
+            origin = self.origin or LayerOrigin(None)
+            experts, routed = self._held(), self.routing is not None
+            source, quantized = find_replacement(
+                weights, layer, origin, self.config, self.selection, self.online, experts=experts, routed=routed
+            )
+            held = {name: getattr(self, name) for name in ("router_weight", "router_bias", "correction_bias")}
+            router = router_of(source, held)
             weights = source.weights(device=self.weights.device)
             if quantized:
                 weights = completed(weights, self.selection, self.config, self.weights.quant_config)
         elif layer is not None:
             raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
         if weights.weight_key is None:
-            weights = self._quantized(weights)
+            weights = quantize_like(weights, self.config, self.selection, self.online, self.weights)
         if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
             raise TensorError(
                 f"the layer was built for {_keys(self.selection.weight_key, self.selection.activation_key)}, "
@@ -511,68 +516,6 @@ class FusedMoELayer(nn.Module):
         for name, tensor in router.items():
             getattr(self, name).copy_(tensor)
 
-    def _quantized(self, weights: MoEWeights) -> MoEWeights:
-        """Quantize 16-bit ``weights`` to the layer's keys; a no-op for a 16-bit layer."""
-        if self.selection.weight_key is None:
-            return weights
-        # Static activation scales may come with the weights; otherwise the layer's are kept.
-        weights = replace(
-            weights, activation_key=None if weights.w13_input_scale is None else self.selection.activation_key
-        )
-        weights.validate(self.config)
-        here = weights.to(self.weights.device)
-        if self.online is None:
-            found = recipe_of(self.selection).quantize(here)
-            return completed(found, self.selection, self.config, self.weights.quant_config)
-        found = self.online.quantize(here)
-        if self.selection.weight_key != found.weight_key:  # finer groups, for equal column shards
-            found = refine(self.config, found, self.selection.weight_key)
-            found = replace(found, activation_key=self.selection.activation_key)
-        return found
-
-    def _read(self, checkpoint: Checkpoint | str | os.PathLike[str], layer: int | None) -> tuple[LayerSource, bool]:
-        """Find the layer of a checkpoint that replaces this one, without reading its weights.
-
-        Returns:
-            The source, and whether it has 16-bit weights that :func:`moe_core.layer.recipe.recipe_of` quantizes.
-        """
-        from moe_core.checkpoint import read_layer
-        from moe_core.checkpoint.experts.layer_experts import find_layer
-        from moe_core.checkpoint.experts.matrices import unquantized_reason
-
-        there = opened(checkpoint)
-        origin = self.origin or LayerOrigin(None)
-        index = origin.index if layer is None else layer
-        plain = self.online is None and unquantized_reason(find_layer(there, index, origin.stack)) is not None
-        recipe = recipe_of(self.selection) if plain and self.selection.weight_key is not None else None
-        source = read_layer(
-            there,
-            index,
-            dtype=self.config.dtype,
-            experts=self._held(),
-            quantize=recipe or self.online,
-            activation_key=origin.activation_key if recipe is None else recipe.activation_key,
-            stack=origin.stack,
-            given=origin.given,
-            parallel=self.config.parallel,
-        )
-        rank, size = self.config.parallel.tp_rank, self.config.intermediate_size
-        for cut in source.cuts:
-            begin, end = cut.ranges[rank]
-            keys = (cut.weight_key, cut.activation_key)
-            wanted = (self.selection.weight_key, self.selection.activation_key)
-            if recipe is not None:
-                wanted = (recipe.weight_key, recipe.activation_key)
-            if end - begin == size and keys == wanted:
-                source = source.with_cut(cut)
-                break
-        for name in _SAME_LAYER:
-            old, new = getattr(self.config, name), getattr(source.config, name)
-            # Where routing is given per call, a model may choose another number of experts than config.json states.
-            if old != new and not (name == "top_k" and self.routing is None):
-                raise ConfigError(f"{source.prefix} of {there.path} has {name}={new}, the layer has {old}")
-        return source, recipe is not None
-
     def _held(self) -> list[int] | None:
         """Global ids of the local experts, in local order; None for all experts."""
         movement = self.kernel.prepare_finalize
@@ -580,20 +523,6 @@ class FusedMoELayer(nn.Module):
             # Experts may have moved since the map was made.
             return list(movement.placement.ranks[self.config.parallel.ep_rank])
         return self._mapped()
-
-    def _router_of(self, source: LayerSource) -> dict[str, Tensor]:
-        """The router tensors of another checkpoint, by the names of this layer's tensors."""
-        found: dict[str, Tensor] = {}
-        for name in ("router_weight", "router_bias", "correction_bias"):
-            mine: Tensor | None = getattr(self, name)
-            new: Tensor | None = getattr(source, name)
-            if mine is None:
-                continue
-            if new is None:
-                raise ConfigError(f"the layer has a {name}, {source.prefix} of {source.layer.checkpoint.path} has none")
-            check_shape(name, new, tuple(mine.shape))
-            found[name] = new
-        return found
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self.state_dict_without_experts:
@@ -643,49 +572,6 @@ class FusedMoELayer(nn.Module):
             f"backend={self.selection.backend}"
         )
 
-    def _check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raise ConfigError if ``fn``, an argument of ``_apply``, would move or convert the layer."""
-        dtype, device = self.config.dtype, self.weights.device
-        with torch.no_grad():
-            probe = fn(torch.empty(0, dtype=dtype, device=device))
-        if probe.device != device:
-            raise ConfigError(
-                f"the layer's weights are laid out for {device} (backend {self.selection.backend}) and can't be moved "
-                f"to {probe.device}: load the layer on that device; nothing was moved"
-            )
-        if probe.dtype is not dtype:
-            raise ConfigError(
-                f"the layer takes hidden states in {dtype} (backend {self.selection.backend}) and can't be converted "
-                f"to {probe.dtype}: load it with dtype={probe.dtype}; nothing was converted"
-            )
-
-
-def _check_first(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Module._apply`` to check all moe_core layers of a module before any tensor changes.
-
-    ``_apply`` converts children one after another, so a layer on its own could only refuse after others were converted.
-    """
-
-    within = threading.local()
-
-    @functools.wraps(apply)
-    def checked(self: nn.Module, fn: Callable[[Tensor], Tensor], *arguments: Any, **named: Any) -> Any:
-        if getattr(within, "checked", False):
-            return apply(self, fn, *arguments, **named)
-        for module in self.modules():
-            if isinstance(module, FusedMoELayer):
-                module._check_conversion(fn)
-        within.checked = True
-        try:
-            return apply(self, fn, *arguments, **named)
-        finally:
-            within.checked = False
-
-    return checked
-
-
-nn.Module._apply = _check_first(nn.Module._apply)  # type: ignore[method-assign]
-
 
 def _own(tensor: Tensor | None) -> Tensor | None:
     """Clone a tensor, so that nothing else references it; a parameter stays a parameter."""
@@ -701,39 +587,6 @@ def _same(tensor: Tensor | None) -> Tensor | None:
 
 def _keys(weight_key: QuantKey | None, activation_key: QuantKey | None) -> str:
     return f"{weight_key or '16-bit weights'} with {activation_key or '16-bit activations'}"
-
-
-@dataclass(frozen=True)
-class LayerOrigin:
-    """Where a layer came from, and how it was read.
-
-    Attributes:
-        index: Index in its model; None for the first layer with experts.
-        activation_key: Activation key that was requested.
-        stack: Stack of layers in the model, if it has several.
-        given: Settings that were requested.
-        routing_reason: Why the layer has no routing, if it has none.
-    """
-
-    index: int | None
-    activation_key: QuantKey | str | None = "checkpoint"
-    stack: str | None = None
-    given: Given | None = None
-    routing_reason: str | None = None
-
-
-#: Config fields that a reloaded layer must share with the one it replaces.
-_SAME_LAYER = (
-    "num_experts",
-    "top_k",
-    "hidden_size",
-    "intermediate_size",
-    "activation",
-    "params",
-    "has_bias",
-    "apply_router_weight_on_input",
-    "routing",
-)
 
 
 @contextlib.contextmanager
@@ -757,20 +610,6 @@ def experts_left_out(model: nn.Module) -> Iterator[None]:
             layer.state_dict_without_experts = value
 
 
-def opened(path: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint from a path; return a Checkpoint as it is.
-
-    Args:
-        path: Folder, or an open checkpoint.
-
-    Returns:
-        The open checkpoint.
-    """
-    from moe_core.checkpoint import Checkpoint
-
-    return path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-
-
 def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
     """Expert map of a rank with consecutive experts (the default), or None if not needed."""
     config, movement = kernel.config, kernel.prepare_finalize
@@ -785,25 +624,4 @@ def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
     return map_of(held, config.num_experts, kernel.weights.device)
 
 
-def room_for_lora(config: FusedMoEConfig, device: torch.device) -> LoRAWeights | None:
-    """Allocate empty slots for LoRA adapters if the config enables them.
-
-    Args:
-        config: Config of the layer.
-        device: Device of the slots.
-
-    Returns:
-        The slots, or None if LoRA is disabled.
-    """
-    return LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
-
-
-def _fixed_rows_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply ``x`` [M, K] by ``matrix`` [K, N] in products of one fixed size.
-
-    The bits of a row then do not depend on M.
-    """
-    # On a GPU all rows of a tile are summed alike; on a CPU results differ by row position too.
-    rows = 16 if x.is_cuda else 1
-    parts = torch.split(F.pad(x, (0, 0, 0, -len(x) % rows)), rows)
-    return torch.cat([part.clone() @ matrix for part in parts])[: len(x)]
+check_before_apply(FusedMoELayer)

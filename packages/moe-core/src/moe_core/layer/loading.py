@@ -11,7 +11,8 @@ import torch
 
 from moe_core._support.autocast import without_autocast
 from moe_core.errors import ConfigError
-from moe_core.layer.layer import FusedMoELayer, LayerOrigin, opened, room_for_lora
+from moe_core.layer.layer import FusedMoELayer
+from moe_core.layer.origin import LayerOrigin, opened
 from moe_core.parallel.checks import check_placed
 from moe_core.parallel.shard import map_of
 from moe_core.selection.column_choice import select_cut
@@ -20,6 +21,7 @@ from moe_core.selection.registry import registry
 from moe_core.selection.report import Selection
 from moe_core.spec.config import FusedMoEParallelConfig, whole_number
 from moe_core.spec.device import as_torch_device
+from moe_core.spec.lora import LoRAWeights
 from moe_core.spec.routing import RoutingConfig
 from moe_core.spec.weights import MoEWeights
 
@@ -260,7 +262,8 @@ class ChosenLayer:
             The layer, which owns its weights.
         """
         source, device = self.source, self.device
-        lora = room_for_lora(self.selection.config, device)
+        config = self.selection.config
+        lora = LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
         converted = self.oracle.convert(self.selection, weights)
         kernel = self.oracle.make_kernel(
             self.selection, converted, groups=self.groups, placement=self.placement, layer=source.prefix
