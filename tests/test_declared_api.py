@@ -90,7 +90,7 @@ def test_packages_use_declared_names_alone(source: Path) -> None:
         ("from moe_core.api.formats import INTERNAL", "moe_core.api.formats.INTERNAL"),
         ("import moe_core.kernels.ops.sort", "moe_core.kernels.ops.sort"),
         ("import moe_core as mc\nmc.kernels.sort", "moe_core.kernels"),
-        ("def f():\n    from moe_core.plugins.faults import guard", "moe_core.plugins.faults.guard"),
+        ("def f():\n    from moe_core.plugins.faults import attempt", "moe_core.plugins.faults.attempt"),
         ("import importlib\nimportlib.import_module('moe_core.kernels.gemm')", "moe_core.kernels.gemm"),
         ("CLASSES = ('moe_core.reference.torch_experts:TorchExperts',)", "moe_core.reference.torch_experts"),
     ],

@@ -90,7 +90,7 @@ def form(extra: str, named: str, value: str = "faulty:Format", name: str = "fp8.
 
 
 HOSTILE = """
-class Hostile(BaseException):
+class Hostile(Exception):
     def __str__(self): raise RuntimeError("no text either")
 """
 
@@ -102,14 +102,12 @@ FAULTS = {
     "scheme import error": scheme("raise ImportError('libfaulty.so.9 is missing')", "libfaulty.so.9 is missing"),
     "scheme syntax error": scheme("def (:", "SyntaxError"),
     "scheme exits": scheme("sys.exit(0)", "SystemExit: 0"),
-    "scheme interrupts": scheme("raise KeyboardInterrupt", "KeyboardInterrupt"),
-    "scheme raises a BaseException without a text": scheme(HOSTILE + "raise Hostile", "Hostile"),
+    "scheme raises an error without a text": scheme(HOSTILE + "raise Hostile", "Hostile"),
     "scheme recurses": scheme("def f(): return f()\nf()", "RecursionError"),
     "scheme asks for itself": scheme("import test_faulty_plugins as t; t.CURRENT[0].scheme('faulty')", "faulty"),
     "scheme of bad memory": scheme("raise MemoryError", "MemoryError"),
     "backend module missing": backend("", "ModuleNotFoundError", "no_such_faulty:Experts"),
     "backend exits": backend("sys.exit('bye')", "SystemExit: bye"),
-    "backend interrupts": backend("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "backend claims of wrong types": backend("mc.Claims(devices=('sm90',), keys=(), activations=())", "devices is"),
     "format exits": form("sys.exit(3)", "SystemExit: 3"),
     # what it gives
@@ -124,19 +122,19 @@ FAULTS = {
         "interface_api = ",
     ),
     "scheme of another name": scheme("SCHEME = changed(name='other')", "is the scheme 'other'"),
-    "scheme order of no kind": scheme("SCHEME = changed(order=7)", "has order that is a int, expected a function"),
-    "scheme reason of no kind": scheme("SCHEME = changed(reason_against='no')", "has reason_against that is a str"),
-    "scheme backends in a list": scheme("SCHEME = changed(backends=[1])", "has backends that are a list"),
-    "scheme backends of no kind": scheme("SCHEME = changed(backends=(1,))", "has backends that are (1,)"),
-    "scheme kinds None": scheme("SCHEME = changed(kinds=None)", "has kinds that are a NoneType"),
-    "scheme formats None": scheme("SCHEME = changed(formats=None)", "formats that are a NoneType"),
+    "scheme order of no kind": scheme("SCHEME = changed(order=7)", "has order of type int, expected a function"),
+    "scheme reason of no kind": scheme("SCHEME = changed(reason_against='no')", "has reason_against of type str"),
+    "scheme backends in a list": scheme("SCHEME = changed(backends=[1])", "has backends of type list"),
+    "scheme backends of no kind": scheme("SCHEME = changed(backends=(1,))", "has backends = (1,)"),
+    "scheme kinds None": scheme("SCHEME = changed(kinds=None)", "has kinds of type NoneType"),
+    "scheme formats None": scheme("SCHEME = changed(formats=None)", "formats of type NoneType"),
     "scheme format missing": scheme("SCHEME = changed(formats=('faulty:No',))", "has no attribute 'No'"),
-    "scheme formats of no kind": scheme("SCHEME = changed(formats=(7,))", "is no CheckpointFormat class"),
+    "scheme formats of no kind": scheme("SCHEME = changed(formats=(7,))", "is not a CheckpointFormat class"),
     "scheme format abstract": scheme(
         "class Half(CheckpointFormat): name = 'half'\nSCHEME = changed(formats=(Half,))", "does not define resolve"
     ),
     "scheme format without a name": scheme("Format.name = None", "has no name"),
-    "scheme methods as one text": scheme("SCHEME = changed(quant_methods='fp8')", "quant_methods that are a str"),
+    "scheme methods as one text": scheme("SCHEME = changed(quant_methods='fp8')", "quant_methods of type str"),
     "scheme online of no kind": scheme("SCHEME = changed(online=(7,))", "registers a int, expected"),
     "scheme online with a taken name": scheme(
         "from moe_core.kernels.ops.online import OnlineQuantization as O\n"
@@ -144,20 +142,20 @@ FAULTS = {
         "the name is taken by fp8 too",
     ),
     "scheme with dots in its name": scheme("", "expected a name without dots", name="acme.faulty"),
-    "scheme with the name of another": scheme("SCHEME = changed(name='fp8')", "name is that of", name="fp8"),
-    "backend is no class": backend("Experts = 7", "is no FusedMoEExperts class"),
-    "backend is a class of no kind": backend("class Experts: pass", "is no FusedMoEExperts class"),
+    "scheme with the name of another": scheme("SCHEME = changed(name='fp8')", "has the same name", name="fp8"),
+    "backend is no class": backend("Experts = 7", "is not a FusedMoEExperts class"),
+    "backend is a class of no kind": backend("class Experts: pass", "is not a FusedMoEExperts class"),
     "backend abstract": backend("class Experts(mc.FusedMoEExpertsModular): claims = 1", "does not define apply"),
     "backend without claims": backend("del Experts.claims", "has claims that are missing"),
     "backend claims are a dict": backend("Experts.claims = {}", "has claims that are a dict"),
     "backend without a version": backend("del Experts.interface_api", "states no interface_api"),
     "backend of another interface": backend("Experts.interface_api = (9, 0)", "interface_api 9.0"),
     "backend of newer kernels": backend("Experts.kernel_api = (1, 7)", "kernel_api 1.7"),
-    "backend place of no kind": backend("Experts.placement = 'first'", "has a placement that is a str"),
+    "backend place of no kind": backend("Experts.placement = 'first'", "has a placement of type a str"),
     "backend place of wrong names": backend("mc.Placement(before='triton')", "a placement names backends in tuples"),
     "backend with the name of another": backend("", "already has a backend 'torch'", name="fp8.torch"),
     "backend without a name": backend("", "is named 'fp8', expected <scheme>.<backend>", name="fp8"),
-    "backend behind another name": backend("", "'acme' is no scheme", name="acme.fp8.faulty"),
+    "backend behind another name": backend("", "unknown scheme 'acme'", name="acme.fp8.faulty"),
     "backend whose metaclass raises": backend(
         "class M(type(Experts)):\n    def __subclasscheck__(cls, other): raise OSError('meta')\n"
         "    def __getattribute__(cls, name):\n        if name == 'claims': raise OSError('meta')\n"
@@ -165,8 +163,8 @@ FAULTS = {
         "class Experts(Experts, metaclass=M): pass",
         "OSError: meta",
     ),
-    "format is no class": form("Format = 7", "is no CheckpointFormat class"),
-    "format behind another name": form("", "'acme' is no scheme", name="acme.fp8.faulty"),
+    "format is no class": form("Format = 7", "is not a CheckpointFormat class"),
+    "format behind another name": form("", "unknown scheme 'acme'", name="acme.fp8.faulty"),
     "format without a version": form("del Format.format_api", "states no format_api"),
     "format of another version": form("Format.format_api = (0, 1)", "was built for format_api 0.1"),
     # when it is asked
@@ -182,9 +180,6 @@ FAULTS = {
     "backend reasons as one text": backend("Experts.unsupported_reasons = classmethod(lambda *a: 'no')", "'no'"),
     "backend reasons of no texts": backend("Experts.unsupported_reasons = classmethod(lambda *a: [7])", "[7]"),
     "backend reasons exit": backend("Experts.extra_reasons = classmethod(lambda *a: sys.exit(0))", "SystemExit: 0"),
-    "backend reasons interrupt": backend(
-        "def f(*a): raise KeyboardInterrupt\nExperts.extra_reasons = classmethod(f)", "KeyboardInterrupt"
-    ),
     "two backends of one name": Fault(
         BACKEND + "class Other(Experts): pass",
         "has the same name; uninstall one of them",
@@ -348,7 +343,7 @@ def test_a_class_that_raises_says_nothing_of_others() -> None:
     class Other:
         pass
 
-    assert reason_against_class(Other) == "is no FusedMoEExperts class"
+    assert reason_against_class(Other) == "is not a FusedMoEExperts class"
     assert "does not define" in str(reason_against_class(Faulty))
 
 

@@ -115,8 +115,8 @@ def test_another_packages_backend_joins_the_table(plugin: types.ModuleType) -> N
         ("mine", ""),
         ("toy", ""),
         ("toy.", ""),
-        (".mine", "; '' is no scheme (installed: toy)"),
-        ("acme.toy.mine", "; 'acme' is no scheme (installed: toy)"),
+        (".mine", "; unknown scheme '' (installed: toy)"),
+        ("acme.toy.mine", "; unknown scheme 'acme' (installed: toy)"),
     ],
 )
 def test_names_that_belong_to_no_scheme(plugin: types.ModuleType, group: str, name: str, why: str) -> None:

@@ -56,9 +56,9 @@ def arrange(
 ) -> tuple[tuple[T, ...], dict[str, str]]:
     """Insert third-party backends into a scheme's order of preference.
 
-    ``own`` keeps its order. Unknown names are skipped, because they may belong to a package that is not installed. A
-    placement that cannot be satisfied falls back to the default position. That is the case if it is before one
-    backend and after a later one, or part of a cycle of third-party backends.
+    ``own`` keeps its order. A third-party backend that another one names is inserted first. A name that is not in the
+    order is ignored: it may belong to a package that is not installed. A backend that would have to precede one backend
+    and follow a later one takes the default position.
 
     Args:
         own: The scheme's own backends in order.
@@ -73,31 +73,31 @@ def arrange(
     """
     rows, notes = list(own), {}
     mine = [name_of(row) for row in own]
-    known = {*mine, *map(name_of, added)}
-    # Backends with the default placement come first, because others may refer to them.
-    waiting = sorted(added, key=lambda row: (placement_of(row) != Placement(), name_of(row)))
-    while waiting:
-        left = {name_of(row) for row in waiting}
-        ready = [row for row in waiting if not left & placement_of(row).names - {name_of(row)}]
-        # In a cycle, each backend waits for another: the first one breaks the cycle.
-        row = (ready or waiting)[0]
-        waiting.remove(row)
-        name, placement = name_of(row), placement_of(row)
+    # Backends with the default placement come first, in an order that does not depend on how packages are found.
+    waiting = {
+        name_of(row): row for row in sorted(added, key=lambda row: (placement_of(row) != Placement(), name_of(row)))
+    }
+
+    def insert(name: str) -> None:
+        row = waiting.pop(name)
+        placement = placement_of(row)
+        for other in sorted(placement.names):
+            if other in waiting:
+                insert(other)
         here = [name_of(other) for other in rows]
         before = [here.index(n) for n in _expand(placement.before, mine) if n in here]
         after = [here.index(n) + 1 for n in _expand(placement.after, mine) if n in here]
-        unknown = sorted(placement.names - known)
-        if not ready or name in placement.names:
-            notes[name] = f"its place ({placement}) is given up: it is in a circle"
-        elif before and after and max(after) > min(before):
-            notes[name] = f"its place ({placement}) is given up: here no place is both"
-        else:
-            if unknown:
-                notes[name] = f"no backend is called {', '.join(map(repr, unknown))}, beside which it is to stand"
-            if before or after:
-                rows.insert(min(before) if before else max(after), row)
-                continue
-        rows.insert(here.index(last_resort) if last_resort in here else len(here), row)
+        absent = sorted(placement.names - set(here))
+        if before and after and max(after) > min(before):
+            notes[name] = f"placement ({placement}) is ignored: no position satisfies both"
+            before = after = []
+        elif absent:
+            notes[name] = f"placement ({placement}) names {', '.join(map(repr, absent))}, not in the order before it"
+        default = here.index(last_resort) if last_resort in here else len(here)
+        rows.insert(min(before) if before else max(after, default=default), row)
+
+    while waiting:
+        insert(next(iter(waiting)))
     return tuple(rows), notes
 
 

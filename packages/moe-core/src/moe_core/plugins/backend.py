@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,10 +13,7 @@ from moe_core.interface.claims import Claims
 from moe_core.interface.experts import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 from moe_core.interface.versions import check_api
 from moe_core.plugins.entry_points import imported
-from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, warn_of
-
-#: Guards publishing a result. Never held during an import, because an import can wait for other imports.
-_PUBLISHING = threading.Lock()
+from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, split, warn_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,10 @@ class Backend:
     origin: str = ""
     placement: Placement = field(default_factory=Placement)
     aliases: tuple[str, ...] = ()
-    _loaded: list[_Loaded] = field(default_factory=list, compare=False, repr=False)
+    #: Experts classes and faults, once they are loaded. The first result that any thread puts here is kept.
+    _loaded: dict[None, tuple[tuple[type[FusedMoEExperts], ...], tuple[PluginFault, ...]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def load(self) -> tuple[type[FusedMoEExperts], ...]:
         """Import the experts classes.
@@ -51,28 +50,20 @@ class Backend:
         Returns:
             The classes that work.
         """
-        return self._once().classes
+        return self._once()[0]
 
     @property
     def faults(self) -> tuple[PluginFault, ...]:
         """Faults of the classes that :meth:`load` disables."""
-        return self._once().faults
+        return self._once()[1]
 
-    def _once(self) -> _Loaded:
-        """Load, possibly in several threads, and publish one result."""
-        if not self._loaded:
-            found = [self._load(item) for item in self.classes]
-            loaded = _Loaded(
-                tuple(item for item in found if not isinstance(item, PluginFault)),
-                tuple(item for item in found if isinstance(item, PluginFault)),
-            )
-            with _PUBLISHING:
-                first = not self._loaded
-                if first:
-                    self._loaded.append(loaded)
-            if first:
-                warn_of(loaded.faults)
-        return self._loaded[0]
+    def _once(self) -> tuple[tuple[type[FusedMoEExperts], ...], tuple[PluginFault, ...]]:
+        if None not in self._loaded:
+            # Several threads may load. A lock held during an import could wait for an import that waits for the lock.
+            loaded = split(map(self._load, self.classes))
+            if self._loaded.setdefault(None, loaded) is loaded:
+                warn_of(loaded[1])
+        return self._loaded[None]
 
     def _load(self, item: type[FusedMoEExperts] | str) -> type[FusedMoEExperts] | PluginFault:
         found = attempt(functools.partial(imported, item)) if isinstance(item, str) else item
@@ -88,12 +79,6 @@ class Backend:
         return PluginFault("backend", self.name, self.origin or "an unknown distribution", reason, cause)
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    classes: tuple[type[FusedMoEExperts], ...]
-    faults: tuple[PluginFault, ...]
-
-
 def reason_against_class(found: object) -> str | None:
     """Explain why ``found`` cannot be a backend.
 
@@ -104,7 +89,7 @@ def reason_against_class(found: object) -> str | None:
         The reason, or None if it is a complete experts class.
     """
     if not derives(found, FusedMoEExperts):
-        return "is no FusedMoEExperts class"
+        return "is not a FusedMoEExperts class"
     if not derives(found, FusedMoEExpertsModular) and not derives(found, FusedMoEExpertsMonolithic):
         return "is neither a FusedMoEExpertsModular nor a FusedMoEExpertsMonolithic"
     experts = cast("type[FusedMoEExperts]", found)
@@ -114,7 +99,7 @@ def reason_against_class(found: object) -> str | None:
     if not isinstance(claims, Claims):
         return f"has claims that are {_kind(claims)}, expected moe_core.Claims"
     if not isinstance(experts.placement, Placement):
-        return f"has a placement that is {_kind(experts.placement)}, expected moe_core.Placement"
+        return f"has a placement of type {_kind(experts.placement)}, expected moe_core.Placement"
     return None
 
 

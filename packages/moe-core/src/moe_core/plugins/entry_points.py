@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from typing import TypeVar
 
@@ -104,60 +104,33 @@ def imported(path: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 
-def one_of(kind: str, points: Sequence[EntryPoint], package: str | None = None) -> EntryPoint | list[PluginFault]:
-    """Select the entry point to use among several of the same name.
+def load_named(
+    kind: str, points: Iterable[EntryPoint], check: Callable[[object], T], package: str | None = None
+) -> list[tuple[EntryPoint, T | PluginFault]]:
+    """Load the plug-in that several entry points of one name stand for.
 
     Args:
         kind: Kind of plug-in, for the faults.
         points: Entry points of one name.
-        package: First-party distribution that owns the name. It wins a clash; the caller reports the others with
-            :func:`others_of`.
+        check: As in :func:`load`.
+        package: First-party distribution that owns the name. It wins a clash.
 
     Returns:
-        The entry point, or faults for all of them if the name is ambiguous.
+        The entry point that is used with its result, first; then a fault for each other entry point with the name. If
+        the name is ambiguous, faults for all of them.
     """
-    different = _different(points)
-    if len(different) == 1:
-        return different[0]
+    different = list(points)
+    if len(different) > 1:  # With one, its distribution's metadata need not be read.
+        different = list({(point.value, owner(point)): point for point in different}.values())
     mine = [point for point in different if _is_of(point, package)]
-    if mine:
-        return mine[0]
-    return [
-        PluginFault(kind, point.name, owner(point), f"{_text(other)} has the same name; uninstall one of them")
-        for point in different
-        for other in different
-        if other is not point
-    ]
-
-
-def others_of(kind: str, points: Sequence[EntryPoint], chosen: EntryPoint) -> list[PluginFault]:
-    """Make a fault for each other entry point with the name of ``chosen``.
-
-    Args:
-        kind: Kind of plug-in, for the faults.
-        points: Entry points of one name.
-        chosen: The entry point that is used.
-
-    Returns:
-        The faults.
-    """
-    return [
-        PluginFault(
-            kind, point.name, owner(point), f"{_text(point)}: the name is that of {_text(chosen)}; uninstall one"
-        )
-        for point in _different(points)
-        if point is not chosen and (point.value, owner(point)) != (chosen.value, owner(chosen))
-    ]
-
-
-def _different(points: Sequence[EntryPoint]) -> Sequence[EntryPoint]:
-    if len(points) == 1:  # Finding the owner would read the distribution's metadata.
-        return points
-    return tuple({(point.value, owner(point)): point for point in points}.values())
-
-
-def _text(point: EntryPoint) -> str:
-    return f"{point.value} of {owner(point)}"
+    chosen = different[0] if len(different) == 1 else next(iter(mine), None)
+    found: list[tuple[EntryPoint, T | PluginFault]] = [] if chosen is None else [(chosen, load(chosen, kind, check))]
+    for point in different:
+        if point is not chosen:
+            other = chosen or next(one for one in different if one is not point)
+            reason = f"{other.value} of {owner(other)} has the same name; uninstall one of them"
+            found.append((point, PluginFault(kind, point.name, owner(point), reason)))
+    return found
 
 
 def _is_of(point: EntryPoint, package: str | None) -> bool:

@@ -1,9 +1,8 @@
 """Isolation of plug-in code, so that one broken plug-in does not affect others.
 
-Whatever a plug-in raises, including ``SystemExit`` and ``KeyboardInterrupt``, becomes a :class:`PluginFault`. The
-plug-in is disabled and listed in every report that covers plug-ins. Exceptions raised by signal handlers do not count
-as the plug-in's: Ctrl-C interrupts an import as usual. A plug-in that ends the process or never returns cannot be
-isolated.
+An exception that a plug-in raises, ``SystemExit`` included, becomes a :class:`PluginFault`. The plug-in is disabled and
+listed in every report that covers plug-ins. Ctrl-C interrupts plug-in code as usual. A plug-in that ends the process or
+never returns cannot be isolated.
 """
 
 from __future__ import annotations
@@ -11,23 +10,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from moe_core.errors import PluginWarning, RegistryError
 
 T = TypeVar("T")
-
-#: Signals whose handlers usually raise: Ctrl-C, termination, a closed terminal, a time limit.
-_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGBREAK") if hasattr(signal, name)
-)
 
 _ASIDE = contextvars.ContextVar("moe_core.plugins.faults.printing_aside", default=False)
 
@@ -56,7 +47,7 @@ class PluginFault:
     """One disabled plug-in, or disabled part of one.
 
     Attributes:
-        kind: "scheme", "backend", "format", "online quantisation" or "distribution".
+        kind: "scheme", "backend", "format", "online quantization" or "distribution".
         name: Name of the plug-in ("fp8.mine").
         origin: Distribution that provides it.
         reason: What is wrong, as continuation of "is left out: ".
@@ -115,34 +106,8 @@ class Raised:
         return f"{type(self.error).__name__}: {shown}" if shown else type(self.error).__name__
 
 
-class Attempt(Protocol):
-    """Function that calls ``call`` and returns its result or the exception it raised."""
-
-    def __call__(self, call: Callable[[], T], /) -> T | Raised: ...
-
-
-@contextlib.contextmanager
-def guard() -> Iterator[Attempt]:
-    """Return exceptions of plug-in code as values, except those raised by signal handlers.
-
-    Use as ``with guard() as attempt: attempt(call)``.
-    """
-    with _signals() as raised:
-
-        def attempt(call: Callable[[], T], /) -> T | Raised:
-            try:
-                with contextlib.redirect_stdout(sys.stderr) if _ASIDE.get() else contextlib.nullcontext():
-                    return call()
-            except BaseException as error:
-                if raised:
-                    raise raised[0] from None
-                return Raised(error)
-
-        yield attempt
-
-
 def attempt(call: Callable[[], T]) -> T | Raised:
-    """Call ``call`` once under :func:`guard`.
+    """Call plug-in code and return an exception that it raises as a value.
 
     Args:
         call: Plug-in code to run.
@@ -150,8 +115,25 @@ def attempt(call: Callable[[], T]) -> T | Raised:
     Returns:
         Its result, or the exception that it raised.
     """
-    with guard() as attempt_:
-        return attempt_(call)
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if _ASIDE.get() else contextlib.nullcontext():
+            return call()
+    except (Exception, SystemExit) as error:
+        return Raised(error)
+
+
+def split(found: Iterable[T | PluginFault]) -> tuple[tuple[T, ...], tuple[PluginFault, ...]]:
+    """Separate working plug-ins from faults, both in the given order.
+
+    Args:
+        found: Plug-ins and faults.
+
+    Returns:
+        (plug-ins, faults).
+    """
+    every = tuple(found)
+    faults = tuple(one for one in every if isinstance(one, PluginFault))
+    return tuple(one for one in every if not isinstance(one, PluginFault)), faults
 
 
 @contextlib.contextmanager
@@ -162,42 +144,3 @@ def printing_aside() -> Iterator[None]:
         yield
     finally:
         _ASIDE.reset(token)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[BaseException]]:
-    """Collect exceptions raised by signal handlers.
-
-    The exception alone does not distinguish Ctrl-C from a plug-in that raises KeyboardInterrupt, so the handlers are
-    wrapped for the duration of the context. Handlers run in the main thread only.
-    """
-    raised: list[BaseException] = []
-    wrapped: list[tuple[int, Any, Any]] = []
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            previous = signal.getsignal(number)
-            if callable(previous):
-                handler = _watched(previous, raised)
-                with contextlib.suppress(ValueError):  # Raised in a subinterpreter.
-                    signal.signal(number, handler)
-                    wrapped.append((number, handler, previous))
-    try:
-        yield raised
-    finally:
-        for number, handler, previous in wrapped:
-            # Keep a handler that a plug-in installed.
-            if signal.getsignal(number) is handler:
-                signal.signal(number, previous)
-
-
-def _watched(
-    previous: Callable[[int, FrameType | None], Any], raised: list[BaseException]
-) -> Callable[[int, FrameType | None], Any]:
-    def handler(number: int, frame: FrameType | None) -> Any:
-        try:
-            return previous(number, frame)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    return handler

@@ -31,7 +31,7 @@ from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModula
 from moe_core.parallel.checks import check_placed
 from moe_core.parallel.prepare_finalize.by_name import ALL2ALL_BACKENDS, default_prepare_finalize, load_prepare_finalize
 from moe_core.plugins.backend import Backend
-from moe_core.plugins.faults import PluginFault, Raised, attempt, guard, warn_of
+from moe_core.plugins.faults import PluginFault, Raised, attempt, warn_of
 from moe_core.plugins.scheme import SchemeSpec
 from moe_core.runtime.kernel import FusedMoEKernel
 from moe_core.selection.alternatives import Request, alternatives
@@ -74,7 +74,7 @@ class Oracle:
         self.spec = spec
         self.scheme = spec.name
         # Copies private to this oracle: loaded classes, and failures, which name the package that provides the backend.
-        self.backends = tuple(replace(row, origin=row.origin or spec.package, _loaded=[]) for row in spec.backends)
+        self.backends = tuple(replace(row, origin=row.origin or spec.package, _loaded={}) for row in spec.backends)
 
     # Replaced, never mutated, so that a selection in another thread sees either the old or the new tuple.
     _added: tuple[Backend, ...] = ()
@@ -444,16 +444,15 @@ class Oracle:
 def _examine(request: Request, ordered: tuple[Backend, ...]) -> tuple[Candidate, ...]:
     """Examine every class of every backend; claims that raise become the reason against it."""
     found = []
-    with guard() as attempt_:
-        for backend in ordered:
-            for experts in backend.load():
-                candidate = attempt_(functools.partial(_candidate, backend, experts, request))
-                if isinstance(candidate, Raised):
-                    what = f"the claims of {experts.__qualname__} fail: {candidate}"
-                    origin = backend.origin or "an unknown distribution"
-                    fault = PluginFault("backend", backend.name, origin, what, candidate.error)
-                    candidate = Candidate(backend.name, experts, (what,), fault=fault, aliases=backend.aliases)
-                found.append(candidate)
+    for backend in ordered:
+        for experts in backend.load():
+            candidate = attempt(functools.partial(_candidate, backend, experts, request))
+            if isinstance(candidate, Raised):
+                what = f"the claims of {experts.__qualname__} fail: {candidate}"
+                origin = backend.origin or "an unknown distribution"
+                fault = PluginFault("backend", backend.name, origin, what, candidate.error)
+                candidate = Candidate(backend.name, experts, (what,), fault=fault, aliases=backend.aliases)
+            found.append(candidate)
     return tuple(found)
 
 

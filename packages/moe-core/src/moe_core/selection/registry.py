@@ -24,7 +24,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moe_core.errors import (
     ConfigError,
@@ -37,8 +37,8 @@ from moe_core.errors import (
 )
 from moe_core.interface.versions import check_api
 from moe_core.plugins.backend import Backend, checked_experts
-from moe_core.plugins.entry_points import imported, installed, load, one_of, others_of, owner
-from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, warn_of
+from moe_core.plugins.entry_points import imported, installed, load_named, owner
+from moe_core.plugins.faults import PluginFault, Raised, attempt, derives, split, warn_of
 from moe_core.plugins.install import how_to_install
 from moe_core.plugins.scheme import SchemeSpec
 from moe_core.selection.oracle import Oracle
@@ -53,8 +53,10 @@ FORMAT_GROUP = "moe_core.formats"
 #: Groups of additions to a scheme, and the kind of each.
 _ADDED = {BACKEND_GROUP: "backend", FORMAT_GROUP: "format"}
 
-K = TypeVar("K")
 V = TypeVar("V")
+
+#: Tuples of a SchemeSpec, and the type of their items. A broken format or online quantization is left out alone.
+_TUPLES = {"backends": Backend, "quant_methods": str, "formats": object, "online": object, "kinds": object}
 
 #: Packages of this project that provide a scheme: for hints in errors, and to decide which of two packages owns a name.
 #: Installed packages are not looked up here.
@@ -126,13 +128,9 @@ class Registry:
     def __init__(self, entry_points: Callable[[str], Sequence[EntryPoint | PluginFault]]) -> None:
         self._entry_points = entry_points
         self._lock = threading.Lock()
-        self._groups: dict[str, tuple[EntryPoint, ...]] = {}
-        self._schemes: dict[str, SchemeSpec | PluginFault] = {}
-        self._oracles: dict[str, Oracle] = {}
-        self._formats: dict[str, dict[type[CheckpointFormat], EntryPoint]] = {}
-        self._onlines: dict[str, dict[str, OnlineQuantization | PluginFault]] = {}
-        self._faults: dict[PluginFault, None] = {}
-        self._untold: list[PluginFault] = []
+        self._found: dict[tuple[str, str], Any] = {}
+        #: every fault, and whether a warning about it was issued
+        self._faults: dict[PluginFault, bool] = {}
 
     def scheme_names(self) -> tuple[str, ...]:
         """Return the names of the installed schemes, including broken ones; loads none of them."""
@@ -144,7 +142,7 @@ class Registry:
 
     def schemes(self) -> tuple[SchemeSpec, ...]:
         """Load the installed schemes and return those that work, by name."""
-        found = tuple(map(self._scheme, self.scheme_names()))
+        found = [self._scheme(name)[1] for name in self.scheme_names()]
         self._tell()
         return tuple(scheme for scheme in found if isinstance(scheme, SchemeSpec))
 
@@ -163,14 +161,13 @@ class Registry:
             RegistryError: Its entry point cannot be loaded.
         """
         check_instance("name", name, str)
-        found = self._scheme(name)
-        if found is None:
+        if name not in self.scheme_names():
             known = ", ".join(self.scheme_names()) or "none"
             meant = did_you_mean(name, with_widths_of(name, {*self.scheme_names(), *KNOWN_SCHEMES} - {name}))
             raise SchemeNotInstalledError(
                 f"scheme {name!r} is not installed (installed: {known}){how_to_add(name) or meant}"
             )
-        return self._usable(found)
+        return self._usable(self._scheme(name)[1])
 
     def oracle(self, name: str) -> Oracle:
         """Return the oracle of a scheme, including backends that other packages add.
@@ -185,12 +182,9 @@ class Registry:
             MoEError: As in :meth:`scheme`.
         """
         check_instance("name", name, str)
-        if name not in self._oracles:
-            oracle = Oracle(self.scheme(name))
-            faults = _add_backends(oracle, self._added_backends(name))
-            self._publish(self._oracles, name, oracle, faults)
+        found = self._once(("oracle", name), lambda: self._make_oracle(name))
         self._tell()
-        return self._oracles[name]
+        return found
 
     def oracles(self) -> tuple[Oracle, ...]:
         """Return the oracles of the installed schemes that work, by scheme name."""
@@ -209,8 +203,6 @@ class Registry:
             MoEError: As in :meth:`scheme`.
         """
         check_instance("name", name, str)
-        if name not in self.scheme_names():
-            self.scheme(name)  # raises the error for a scheme that is not installed
         found = tuple(self._formats_of(name))
         self._tell()
         return found
@@ -263,7 +255,7 @@ class Registry:
         """Return the faults found so far; loads the backends of requested oracles."""
         with self._lock:
             known = tuple(self._faults)
-            oracles = tuple(self._oracles.values())
+            oracles = [found for (what, _), found in self._found.items() if what == "oracle"]
         return tuple(dict.fromkeys((*known, *(fault for oracle in oracles for fault in oracle.faults()))))
 
     def leave_out(self, fault: PluginFault) -> None:
@@ -277,14 +269,14 @@ class Registry:
 
     def _record(self, faults: Iterable[PluginFault]) -> None:
         with self._lock:
-            new = [fault for fault in dict.fromkeys(faults) if fault not in self._faults]
-            self._faults.update(dict.fromkeys(new))
-            self._untold += new
+            for fault in faults:
+                self._faults.setdefault(fault, False)
 
     def _tell(self) -> None:
         """Warn about recorded faults; not called where an error already reports the fault."""
         with self._lock:
-            new, self._untold = self._untold, []
+            new = [fault for fault, told in self._faults.items() if not told]
+            self._faults.update(dict.fromkeys(new, True))
         warn_of(new)
 
     def _usable(self, found: V | PluginFault) -> V:
@@ -293,21 +285,21 @@ class Registry:
         self._tell()
         return found
 
-    def _publish(self, store: dict[K, V], key: K, value: V, faults: Iterable[PluginFault] = ()) -> V:
-        """Keep the first value that any thread has for ``key``; record only that value's faults."""
-        with self._lock:
-            first = key not in store
-            kept = store.setdefault(key, value)
-        if first:
-            self._record(faults)
+    def _once(self, key: tuple[str, str], make: Callable[[], tuple[V, Iterable[PluginFault]]]) -> V:
+        """Keep the first value that any thread makes for ``key``; record only that value's faults."""
+        if key not in self._found:
+            value, faults = make()
+            with self._lock:
+                first = self._found.setdefault(key, value) is value
+            if first:
+                self._record(faults)
+        kept: V = self._found[key]
         return kept
 
     def _group(self, group: str) -> tuple[EntryPoint, ...]:
-        if group in self._groups:
-            return self._groups[group]
-        found = [self._placed(group, point) for point in self._entry_points(group)]
-        points = tuple(point for point in found if not isinstance(point, PluginFault))
-        return self._publish(self._groups, group, points, (p for p in found if isinstance(p, PluginFault)))
+        return self._once(
+            ("group", group), lambda: split(self._placed(group, point) for point in self._entry_points(group))
+        )
 
     def _placed(self, group: str, point: EntryPoint | PluginFault) -> EntryPoint | PluginFault:
         """Return ``point``, or a fault if its name could never be looked up."""
@@ -319,129 +311,100 @@ class Registry:
         # A name with one dot may be for a scheme that is not installed yet.
         if scheme and name and ("." not in name or scheme in known):
             return point
-        what = f"; {scheme!r} is no scheme (installed: {', '.join(self.scheme_names()) or 'none'})" if name else ""
+        installed = ", ".join(self.scheme_names()) or "none"
+        what = f"; unknown scheme {scheme!r} (installed: {installed})" if name else ""
         reason = f"its entry point is named {point.name!r}, expected <scheme>.<{kind}>{what}"
         return PluginFault(kind, point.name, owner(point), reason)
 
-    def _scheme(self, name: str) -> SchemeSpec | PluginFault | None:
-        if name in self._schemes:
-            return self._schemes[name]
-        points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
-        if not points:
-            return None
-        point = one_of("scheme", points, KNOWN_SCHEMES.get(name))
-        if isinstance(point, list):
-            return self._publish(self._schemes, name, point[0], point)
-        found = load(point, "scheme", functools.partial(_checked_scheme, name))
-        faults = others_of("scheme", points, point)
-        if isinstance(found, PluginFault):
-            faults.append(found)
-        return self._publish(self._schemes, name, found, faults)
+    def _scheme(self, name: str) -> tuple[EntryPoint, SchemeSpec | PluginFault]:
+        """The entry point of an installed scheme, and what it refers to."""
 
-    def _point(self, name: str) -> EntryPoint:
-        """The entry point of a loaded scheme."""
-        points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
-        chosen = one_of("scheme", points, KNOWN_SCHEMES.get(name))
-        return points[0] if isinstance(chosen, list) else chosen
+        def make() -> tuple[tuple[EntryPoint, SchemeSpec | PluginFault], tuple[PluginFault, ...]]:
+            points = [point for point in self._group(SCHEME_GROUP) if point.name == name]
+            check = functools.partial(_checked_scheme, name)
+            found = load_named("scheme", points, check, KNOWN_SCHEMES.get(name))
+            return found[0], split(one for _, one in found)[1]
 
-    def _added(self, group: str, scheme: str) -> list[list[EntryPoint]]:
-        """Entry points of other packages for a scheme, grouped by name, in the order of names."""
+        return self._once(("scheme", name), make)
+
+    def _added(self, group: str, scheme: str, check: Callable[[object], V]) -> list[tuple[EntryPoint, V | PluginFault]]:
+        """What other packages add to a scheme, in the order of names."""
         names: dict[str, list[EntryPoint]] = {}
         for point in self._group(group):
             if point.name.partition(".")[0] == scheme:
                 names.setdefault(point.name, []).append(point)
-        return [names[name] for name in sorted(names)]
+        return [found for name in sorted(names) for found in load_named(_ADDED[group], names[name], check)]
 
-    def _added_backends(self, scheme: str) -> list[tuple[str, Backend | PluginFault]]:
-        """Pairs of name and backend for every name; a fault in place of a broken backend."""
-        found: list[tuple[str, Backend | PluginFault]] = []
-        for points in self._added(BACKEND_GROUP, scheme):
-            name = points[0].name.partition(".")[2]
-            point = one_of("backend", points)
-            if isinstance(point, list):
-                found += [(name, fault) for fault in point]
-                continue
-            loaded = load(point, "backend", checked_experts)
-            if isinstance(loaded, PluginFault):
-                found.append((name, loaded))
-            else:
-                found.append((name, Backend(name, (loaded,), owner(point), loaded.placement)))
-        return found
+    def _make_oracle(self, name: str) -> tuple[Oracle, list[PluginFault]]:
+        """Make the oracle of a scheme with the backends that other packages add; also return the broken ones."""
+        oracle, faults = Oracle(self.scheme(name)), []
+        for point, found in self._added(BACKEND_GROUP, name, checked_experts):
+            backend = point.name.partition(".")[2]
+            fault = found if isinstance(found, PluginFault) else None
+            if not isinstance(found, PluginFault):
+                try:
+                    oracle.add_backend(Backend(backend, (found,), owner(point), found.placement))
+                except MoEError as error:
+                    fault = PluginFault("backend", point.name, owner(point), error.message, error)
+            if fault is not None:
+                oracle.leave_out(backend, fault)
+                faults.append(fault)
+        return oracle, faults
 
     def _formats_of(self, name: str) -> dict[type[CheckpointFormat], EntryPoint]:
         """The working formats of a scheme, with the entry points that provide them."""
-        if name in self._formats:
-            return self._formats[name]
-        found: dict[type[CheckpointFormat], EntryPoint] = {}
-        faults = []
-        mine = self._point(name)
-        for kind in self.scheme(name).formats:
-            checked = attempt(functools.partial(_own_format, kind))
-            if isinstance(checked, Raised):
-                what = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)
-                faults.append(PluginFault("format", f"{name}.{what}", owner(mine), str(checked), checked.error))
-            else:
-                found[checked] = mine
-        for points in self._added(FORMAT_GROUP, name):
-            point = one_of("format", points)
-            if isinstance(point, list):
-                faults += point
-                continue
-            loaded = load(point, "format", functools.partial(_checked_format, added=True))
-            if isinstance(loaded, PluginFault):
-                faults.append(loaded)
-            else:
-                found.setdefault(loaded, point)
-        return self._publish(self._formats, name, found, faults)
+
+        def make() -> tuple[dict[type[CheckpointFormat], EntryPoint], list[PluginFault]]:
+            found: dict[type[CheckpointFormat], EntryPoint] = {}
+            faults: list[PluginFault] = []
+            own = self.scheme(name).formats
+            mine = self._scheme(name)[0]
+            for kind in own:
+                checked = attempt(functools.partial(_own_format, kind))
+                if isinstance(checked, Raised):
+                    what = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)
+                    faults.append(PluginFault("format", f"{name}.{what}", owner(mine), str(checked), checked.error))
+                else:
+                    found[checked] = mine
+            for point, loaded in self._added(FORMAT_GROUP, name, functools.partial(_checked_format, added=True)):
+                if isinstance(loaded, PluginFault):
+                    faults.append(loaded)
+                else:
+                    found.setdefault(loaded, point)
+            return found, faults
+
+        return self._once(("formats", name), make)
 
     def _online(self) -> dict[str, OnlineQuantization | PluginFault]:
         """All online quantizations by name; a fault in place of a broken one."""
-        if "all" in self._onlines:
-            return self._onlines["all"]
+        return self._once(("online", ""), self._make_online)
+
+    def _make_online(self) -> tuple[dict[str, OnlineQuantization | PluginFault], list[PluginFault]]:
         from moe_core.kernels.ops.online import OnlineQuantization
 
         found: dict[str, OnlineQuantization | PluginFault] = {}
         faults = []
         # On a name clash the scheme of this project keeps the name.
         for scheme in sorted(self.schemes(), key=lambda scheme: scheme.name not in KNOWN_SCHEMES):
-            for online in scheme.online:
+            for item in scheme.online:
+                online: object = item
+                name = online.name if isinstance(online, OnlineQuantization) else ""
+                other = found.get(name)
                 if not isinstance(online, OnlineQuantization):
                     what = f"it registers a {type(online).__name__}, expected a moe_core.OnlineQuantization"
-                    faults.append(self._online_fault(scheme.name, "", what))
-                    continue
-                other = found.get(online.name)
-                if online.scheme != scheme.name:
+                elif online.scheme != scheme.name:
                     what = f"it makes weights of the scheme {online.scheme!r}, and {scheme.name!r} registers it"
                 elif other is not None:
                     theirs = other.scheme if isinstance(other, OnlineQuantization) else "another scheme"
                     what = f"the name is taken by {theirs} too; uninstall one of them"
                 else:
-                    found[online.name] = online
+                    found[name] = online
                     continue
-                faults.append(self._online_fault(scheme.name, online.name, what))
-                if other is None or (isinstance(other, OnlineQuantization) and other.scheme not in KNOWN_SCHEMES):
-                    found[online.name] = faults[-1]
-        return self._publish(self._onlines, "all", found, faults)
-
-    def _online_fault(self, scheme: str, name: str, reason: str) -> PluginFault:
-        return PluginFault("online quantisation", name, owner(self._point(scheme)), reason)
-
-
-def _add_backends(oracle: Oracle, added: Iterable[tuple[str, Backend | PluginFault]]) -> list[PluginFault]:
-    """Add backends to the table of an oracle; return the faults of those left out."""
-    faults = []
-    for name, backend in added:
-        if isinstance(backend, Backend):
-            try:
-                oracle.add_backend(backend)
-                continue
-            except MoEError as error:
-                fault = PluginFault("backend", f"{oracle.scheme}.{name}", backend.origin, error.message, error)
-        else:
-            fault = backend
-        oracle.leave_out(name, fault)
-        faults.append(fault)
-    return faults
+                fault = PluginFault("online quantization", name, owner(self._scheme(scheme.name)[0]), what)
+                faults.append(fault)
+                if not (isinstance(other, OnlineQuantization) and other.scheme in KNOWN_SCHEMES):
+                    found[name] = fault
+        return found, faults
 
 
 def _checked_scheme(name: str, found: object) -> SchemeSpec:
@@ -454,20 +417,16 @@ def _checked_scheme(name: str, found: object) -> SchemeSpec:
         raise RegistryError(f"is named {name!r}, expected a name without dots: others add <scheme>.<name> to it")
     if found.name != name:
         raise RegistryError(f"is the scheme {found.name!r}, its entry point is named {name!r}")
-    for field_name in ("order", "reason_against"):
-        value = getattr(found, field_name)
+    for name in ("order", "reason_against"):
+        value = getattr(found, name)
         if value is not None and not callable(value):
-            raise RegistryError(f"has {field_name} that is a {type(value).__name__}, expected a function")
-    for field_name in ("backends", "formats", "quant_methods", "online", "kinds"):
-        value = getattr(found, field_name)
-        if not isinstance(value, tuple):
-            raise RegistryError(f"has {field_name} that are a {type(value).__name__}, expected a tuple")
-    methods: tuple[object, ...] = found.quant_methods
-    if not all(isinstance(method, str) for method in methods):
-        raise RegistryError(f"has quant_methods that are no texts: {methods!r}")
-    rows: tuple[object, ...] = found.backends
-    if not all(isinstance(row, Backend) for row in rows):
-        raise RegistryError(f"has backends that are {rows!r}, expected moe_core.Backend")
+            raise RegistryError(f"has {name} of type {type(value).__name__}, expected a function")
+    for name, item in _TUPLES.items():
+        rows = getattr(found, name)
+        if not isinstance(rows, tuple):
+            raise RegistryError(f"has {name} of type {type(rows).__name__}, expected a tuple")
+        if not all(isinstance(row, item) for row in rows):
+            raise RegistryError(f"has {name} = {rows!r}, expected items of type {item.__name__}")
     return found
 
 
@@ -486,7 +445,7 @@ def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFor
     from moe_core.interface.checkpoint_format import CheckpointFormat
 
     if not derives(found, CheckpointFormat):
-        raise RegistryError("is no CheckpointFormat class")
+        raise RegistryError("is not a CheckpointFormat class")
     kind = cast("type[CheckpointFormat]", found)
     if added:
         check_api("format_api", getattr(kind, "format_api", None))
