@@ -147,8 +147,8 @@ NAMES = {
         "wait_for_mma weight_rows weight_tile with_zero"
     ),
     "moe_core.api.models": (
-        "PER_CALL Given LayerSource QuantizedLinear find_layer names_experts quantized_linears read_layer "
-        "unquantized_reason"
+        "LayerRequest LayerSource ModelSettings PER_CALL QuantizedLinear choose describe find_layer "
+        "names_experts quantized_linears read_layer unquantized_reason"
     ),
     "moe_core.api.libraries": (
         "FlashInferCutlassExperts TRTLLM_MAX_LOCAL_EXPERTS TRTLLM_ROUTING_METHODS TrtLlmExperts TrtLlmRouted "

@@ -16,7 +16,7 @@ CORE = "packages/moe-core/tests"
 COVERED = {
     "tests/test_autocast.py": "moe_core._support.autocast",
     f"{CORE}/layer/test_layer.py": (
-        "moe_core._support.fake moe_core.layer.conversion moe_core.layer.origin moe_core.layer.replacement "
+        "moe_core._support.fake moe_core.layer.conversion moe_core.layer.replacement "
         "moe_core.layer.router_product moe_core.layer.state_dicts"
     ),
     f"{CORE}/families/test_transformers.py": (

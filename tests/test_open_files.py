@@ -12,7 +12,8 @@ import pytest
 from moe_core import ConfigError, load_layer, registry
 from moe_core.checkpoint import Checkpoint
 from moe_core.checkpoint.source import read_layer
-from moe_core.layer.loading import ChosenLayer, load_layers
+from moe_core.layer.loading import choose, load_layers
+from moe_core.layer.request import LayerRequest, describe
 
 OPEN = Path("/proc/self/fd")
 pytestmark = pytest.mark.skipif(not OPEN.is_dir(), reason="needs /proc")
@@ -46,8 +47,8 @@ def test_loads_close_their_files(folder: Path) -> None:
     there = Checkpoint.open(folder)
 
     def all_layers(checkpoint: Checkpoint) -> None:
-        sources = [read_layer(checkpoint, index) for index in checkpoint.moe_layers]
-        assert len([*load_layers(ChosenLayer.of(source, device=layer.weights.device) for source in sources)])
+        requests = [LayerRequest(layer=index, device=layer.weights.device) for index in checkpoint.moe_layers]
+        assert len([*load_layers(choose(describe(checkpoint, request), request) for request in requests)])
 
     def broken() -> None:
         with pytest.raises(ConfigError):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from moe_core.api.models import ChosenLayer
 from moe_core.checkpoint.files import reading_threads
+from moe_core.layer import loading
 from moe_core_checkpoints import count_reads
 from moe_transformers import MoeCoreExperts, RefusedError
 from moe_transformers.dense import dense_tensors
@@ -92,15 +93,15 @@ def test_an_interrupted_load_leaves_transformers_usable(
     with monkeypatch.context() as patch:
         # while the second layer's experts are read
         calls: list[int] = []
-        weights = ChosenLayer.weights
+        read = loading.read
 
         def interrupted(chosen: ChosenLayer) -> mc.MoEWeights:
             calls.append(1)
             if len(calls) == 2:
                 raise KeyboardInterrupt
-            return weights(chosen)
+            return read(chosen)
 
-        patch.setattr(ChosenLayer, "weights", interrupted)
+        patch.setattr(loading, "read", interrupted)
         patch.setattr(reading_threads, "FEWEST_BYTES", fewest)
         with pytest.raises(KeyboardInterrupt):
             load(folder)

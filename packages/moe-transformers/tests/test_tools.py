@@ -11,7 +11,7 @@ import moe_core as mc
 import moe_transformers
 import pytest
 import torch
-from moe_core.api.models import PER_CALL, Given, read_layer
+from moe_core.api.models import PER_CALL, ModelSettings, read_layer
 from moe_transformers import MoeCoreExperts
 from moe_transformers.blocks import blocks
 from moe_transformers_checkpoints import completed, logits, tokens
@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_codes_values(tmp_path: Path, case: Path) -> Non
     assert not info["missing_keys"]
     assert sum(isinstance(module, MoeCoreExperts) for module in model.modules()) == 1
     (block,) = blocks(reference)
-    source = read_layer(mc.Checkpoint.open(folder), dtype=torch.float32, given=Given(routing=PER_CALL))
+    source = read_layer(mc.Checkpoint.open(folder), dtype=torch.float32, settings=ModelSettings(routing=PER_CALL))
     block.check(source.config)
     fill(block.module, source.weights(), source.config)
     expected = logits(reference, tokens())

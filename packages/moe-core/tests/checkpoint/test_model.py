@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import ActivationParams, CheckpointError, ConfigError, MoEActivation, RoutingConfig, RoutingMethodType
-from moe_core.checkpoint import PER_CALL, Checkpoint, Given, LayerModel, find_layer, read_model
+from moe_core.checkpoint import PER_CALL, Checkpoint, LayerModel, ModelSettings, find_layer, read_model
 from moe_core.checkpoint.config.families import FAMILIES, REFUSED
 from moe_core_checkpoints import CONFIG, TOP_K, E, K, N, expert_tensors, write
 from torch import Tensor
@@ -23,11 +23,11 @@ ROUTED = {"n_routed_experts": E, "moe_intermediate_size": N, "intermediate_size"
 
 
 def model(folder: Path, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **naming: Any) -> LayerModel:
-    given = naming.pop("given", None)
+    given = naming.pop("settings", None)
     tensors = {**expert_tensors(**naming), **(extra or {})}
     if config.get("model_type") == "gpt_oss":
         tensors |= expert_biases()
-    return read_model(find_layer(Checkpoint.open(write(folder, tensors, config))), given=given)
+    return read_model(find_layer(Checkpoint.open(write(folder, tensors, config))), settings=given)
 
 
 def expert_biases() -> dict[str, Tensor]:
@@ -161,58 +161,58 @@ def test_unknown_family_is_refused(tmp_path: Path) -> None:
 def test_model_type_that_is_no_name(tmp_path: Path, value: object) -> None:
     folder = write(tmp_path, expert_tensors(), NEW)
     (folder / "config.json").write_text(json.dumps({**NEW, "model_type": value}))
-    given = Given(RoutingConfig(), "silu", assume=True)
+    given = ModelSettings(RoutingConfig(), "silu", assume=True)
     with pytest.raises(CheckpointError, match=re.escape(f"model_type is {value!r}, expected a name")):
-        read_model(find_layer(Checkpoint.open(folder)), given=given)
+        read_model(find_layer(Checkpoint.open(folder)), settings=given)
 
 
 def test_unknown_family_by_hand(tmp_path: Path) -> None:
     config = {"model_type": "new_moe", **NEW, "hidden_act": "not_one", "swiglu_alpha": 3.0}
     params = ActivationParams(alpha=2.0)
-    given = Given("sigmoid,has_correction_bias", "swigluoai", params)
-    found = model(tmp_path / "a", config, bias(), given=given)
+    given = ModelSettings("sigmoid,has_correction_bias", "swigluoai", params)
+    found = model(tmp_path / "a", config, bias(), settings=given)
     assert found.config.routing == RoutingConfig("sigmoid", renormalize=False, has_correction_bias=True)
     assert (found.config.activation, found.config.activation_params) == (MoEActivation.SWIGLUOAI, params)
     assert (found.assumed, found.routing_reason) == (None, None)
     assert found.correction_bias is not None
-    found = model(tmp_path / "b", config, given=Given(PER_CALL, "silu"))
+    found = model(tmp_path / "b", config, settings=ModelSettings(PER_CALL, "silu"))
     assert (found.config.routing, found.routing_reason) == (None, "routing was left to each call")
 
 
 def test_what_is_given_wins(tmp_path: Path) -> None:
-    given = Given(RoutingConfig("sigmoid"), "gelu")
-    found = model(tmp_path / "a", {"model_type": "qwen3_moe", **NEW, "norm_topk_prob": False}, given=given)
+    given = ModelSettings(RoutingConfig("sigmoid"), "gelu")
+    found = model(tmp_path / "a", {"model_type": "qwen3_moe", **NEW, "norm_topk_prob": False}, settings=given)
     assert (found.config.routing, found.config.activation) == (RoutingConfig("sigmoid"), MoEActivation.GELU)
     with pytest.raises(ConfigError, match="activation_params go with activation"):
-        Given(activation_params=ActivationParams(limit=1.0))
+        ModelSettings(activation_params=ActivationParams(limit=1.0))
     with pytest.raises(ConfigError, match="top_k 2 is larger than the 1 experts"):
         model(
             tmp_path / "b",
             {"model_type": "qwen3_moe", **NEW},
-            given=Given("softmax,num_expert_group=4,topk_group=1"),
+            settings=ModelSettings("softmax,num_expert_group=4,topk_group=1"),
         )
 
 
 def test_unknown_family_goes_by_its_keys_where_that_is_accepted(tmp_path: Path) -> None:
-    config, given = {"model_type": "new_moe", **NEW, "norm_topk_prob": False}, Given(assume=True)
-    assert model(tmp_path / "a", config, given=given).config.routing == RoutingConfig(renormalize=False)
-    found = model(tmp_path / "b", {**config, **DEEPSEEK}, bias(), given=given)
+    config, given = {"model_type": "new_moe", **NEW, "norm_topk_prob": False}, ModelSettings(assume=True)
+    assert model(tmp_path / "a", config, settings=given).config.routing == RoutingConfig(renormalize=False)
+    found = model(tmp_path / "b", {**config, **DEEPSEEK}, bias(), settings=given)
     assert found.config.routing == RoutingConfig("sigmoid", True, False, 2, 1, 2.5, has_correction_bias=True)
 
 
 def test_what_is_assumed_of_an_unknown_family_is_noted(tmp_path: Path) -> None:
-    config, given = {"model_type": "new_moe", **NEW, "norm_topk_prob": True}, Given(assume=True)
-    assumed = str(model(tmp_path / "a", config, given=given).assumed)
+    config, given = {"model_type": "new_moe", **NEW, "norm_topk_prob": True}, ModelSettings(assume=True)
+    assumed = str(model(tmp_path / "a", config, settings=given).assumed)
     assert "model_type 'new_moe' is not known; routing is assumed to be softmax over all experts with renorm" in assumed
     assert "and the activation is assumed to be silu" in assumed
-    assumed = str(model(tmp_path / "b", {**config, "norm_topk_prob": False}, bias(), given=given).assumed)
+    assumed = str(model(tmp_path / "b", {**config, "norm_topk_prob": False}, bias(), settings=given).assumed)
     assert "sigmoid over all experts, chosen with a correction bias, with no renormalisation" in assumed
     # only what is not given is guessed
-    assumed = str(model(tmp_path / "c", config, given=Given("softmax", assume=True)).assumed)
+    assumed = str(model(tmp_path / "c", config, settings=ModelSettings("softmax", assume=True)).assumed)
     assert assumed.endswith("is not known; the activation is assumed to be silu")
-    assert model(tmp_path / "d", {**config, "model_type": "qwen3_moe"}, given=given).assumed is None
+    assert model(tmp_path / "d", {**config, "model_type": "qwen3_moe"}, settings=given).assumed is None
     # what the guess can't be made of is left to each call
-    found = model(tmp_path / "e", {"model_type": "new_moe", **NEW}, given=given)
+    found = model(tmp_path / "e", {"model_type": "new_moe", **NEW}, settings=given)
     assert found.config.routing is None
     assert "no norm_topk_prob says how it routes" in str(found.routing_reason)
 
@@ -298,8 +298,8 @@ def test_entries_that_are_not_understood(tmp_path: Path, key: str, value: object
     config = {"model_type": "mixtral", **OLD, key: value}
     refused(tmp_path / "a", f"{key} is {value!r}, which is not understood for model_type 'mixtral'", config)
     # what they stand for can be given
-    given = Given("softmax,renormalize", "silu")
-    assert model(tmp_path / "b", config, given=given).config.routing == RoutingConfig()
+    given = ModelSettings("softmax,renormalize", "silu")
+    assert model(tmp_path / "b", config, settings=given).config.routing == RoutingConfig()
 
 
 @pytest.mark.parametrize(
@@ -339,15 +339,15 @@ def test_entries_of_blocks(tmp_path: Path, nested: bool) -> None:
 
 def test_experts_per_token_that_are_given(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_moe", **NEW}
-    assert model(tmp_path / "a", config, given=Given(top_k=3)).config.top_k == 3
+    assert model(tmp_path / "a", config, settings=ModelSettings(top_k=3)).config.top_k == 3
     del config["num_experts_per_tok"]
-    assert model(tmp_path / "b", config, given=Given(top_k=1)).config.top_k == 1
+    assert model(tmp_path / "b", config, settings=ModelSettings(top_k=1)).config.top_k == 1
     refused(tmp_path / "c", "moe_top_k or top_k_experts: give top_k (--top-k)", config)
     with pytest.raises(ConfigError, match="top_k is 99, expected at most"):
-        model(tmp_path / "d", config, given=Given(top_k=99))
+        model(tmp_path / "d", config, settings=ModelSettings(top_k=99))
     for value in (0, -1, 1.5, True, "2"):
         with pytest.raises(ConfigError, match="top_k must be a positive integer"):
-            Given(top_k=value)  # type: ignore[arg-type]
+            ModelSettings(top_k=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "lfm2_moe"])
@@ -558,7 +558,7 @@ def test_tensors_that_the_family_has_not(tmp_path: Path, name: str) -> None:
         tmp_path / "a", f"{name} is not understood: routers of model_type 'qwen3_moe' have no such", config, bias(name)
     )
     routing = "softmax,renormalize" + (",has_correction_bias" if "correction" in name else "")
-    found = model(tmp_path / "b", config, bias(name), given=Given(routing))
+    found = model(tmp_path / "b", config, bias(name), settings=ModelSettings(routing))
     used = found.correction_bias if "correction" in name else found.router_bias
     assert used is not None
     assert used.tolist() == list(range(E))

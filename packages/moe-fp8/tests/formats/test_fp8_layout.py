@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError, CheckpointWarning, dequantize_weight
-from moe_core.checkpoint import Checkpoint, Given, read_layer
+from moe_core.checkpoint import Checkpoint, ModelSettings, read_layer
 from moe_core.spec.quant_key import (
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -491,7 +491,7 @@ def test_a_lost_row_of_gate_and_up_in_turns_is_named_as_stored(tmp_path: Path) -
         f"{PREFIX}.down_proj_weight_scale": torch.ones(E, K, 1),
         **{f"{PREFIX}.{name}_bias": torch.zeros(E, rows) for name, rows in (("gate_up_proj", 2 * N), ("down_proj", K))},
     }
-    given = Given(routing="per_call")
+    given = ModelSettings(routing="per_call")
     write(tmp_path, tensors, {**CONFIG, "model_type": "gpt_oss", "quantization_config": CHANNEL})
     with pytest.raises(CheckpointError, match=r"gate_up_proj_weight_scale is 0 of expert 1 .* first at \[5, 0\]"):
-        read_layer(Checkpoint.open(tmp_path), given=given).weights()
+        read_layer(Checkpoint.open(tmp_path), settings=given).weights()

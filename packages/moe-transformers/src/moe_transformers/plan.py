@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,14 @@ from moe_core.api.formats import LayerExperts
 from moe_core.api.models import (
     PER_CALL,
     ChosenLayer,
-    Given,
+    LayerRequest,
     LayerSource,
+    ModelSettings,
+    choose,
+    describe,
     find_layer,
     load_layers,
     parse_name,
-    read_layer,
     unquantized_reason,
 )
 from torch import nn
@@ -48,7 +49,7 @@ from moe_transformers.sixteen_bit import check_biases, missing_parameters
 logger = logging.getLogger(__name__)
 
 #: routing is done by the block
-GIVEN = Given(routing=PER_CALL)
+SETTINGS = ModelSettings(routing=PER_CALL)
 
 
 @dataclass(eq=False)
@@ -58,22 +59,19 @@ class Layer:
     Attributes:
         block: block that calls the experts.
         source: the experts' tensors in the checkpoint.
-        stack: first part of their names, if the checkpoint has several stacks of layers.
-        quantize: online quantization of 16-bit experts.
+        request: how they are read.
         chosen: selected backend, once the device is known.
     """
 
     block: Block
     source: LayerSource
-    stack: str | None
-    quantize: str | None
+    request: LayerRequest
     chosen: ChosenLayer | None = None
 
-    def choose(self, options: Options, device: torch.device) -> ChosenLayer:
+    def choose(self, device: torch.device) -> ChosenLayer:
         """Select a backend for a device.
 
         Args:
-            options: options of the caller.
             device: device of the layer.
 
         Returns:
@@ -83,16 +81,8 @@ class Layer:
             SelectionError: no backend runs the layer.
         """
         # the block routes: the layer would duplicate its router
-        return ChosenLayer.of(
-            replace(self.source, router_weight=None, router_bias=None, correction_bias=None),
-            device=device,
-            backend=options.backend,
-            online=None if self.quantize is None else registry().online(self.quantize),
-            activation_key=options.activation_key,
-            stack=self.stack,
-            given=GIVEN,
-            groups=options.groups,
-        )
+        source = replace(self.source, router_weight=None, router_bias=None, correction_bias=None)
+        return choose(source, replace(self.request, device=device))
 
 
 @dataclass
@@ -168,27 +158,26 @@ class Plan:
             check_biases(block, experts)
             self.plain.append((block, experts))
             return
-        quantize = options.quantize if plain else None
-        read = functools.partial(
-            read_layer,
-            checkpoint,
-            block.index,
+        request = LayerRequest(
+            layer=block.index,
+            backend=options.backend,
             dtype=self.dtype,
-            quantize=quantize,
+            online=registry().online(options.quantize) if plain and options.quantize is not None else None,
             activation_key=options.activation_key,
             stack=stack,
-            given=GIVEN,
+            settings=SETTINGS,
         )
-        source = read()
+        source = describe(checkpoint, request)
         block.check(source.config)
         if options.groups is not None:
-            source = read(parallel=options.groups.parallel)
+            request = replace(request, groups=options.groups)
+            source = describe(checkpoint, request)
         top_k = stated_top_k(block.module)
         if top_k is not None:  # from_pretrained(num_experts_per_tok=…) takes precedence over config.json
             source = replace(
                 source, config=replace(source.config, top_k=top_k), whole=replace(source.whole, top_k=top_k)
             )
-        self.layers.append(Layer(block, source, stack, quantize))
+        self.layers.append(Layer(block, source, request))
 
     def _experts_left_out(self) -> Iterator[Iterable[str]]:
         """Yield names of expert tensors that transformers must not load.
@@ -205,11 +194,9 @@ class Plan:
     def _refuse_to_quantize_again(self) -> None:
         """Raise CheckpointError if ``quantize`` is given and no experts are in 16 bits."""
         quantize = self.options.quantize
-        if quantize is not None and self.layers and not any(layer.quantize for layer in self.layers):
-            first = self.layers[0]
-            read_layer(
-                self.checkpoint, first.block.index, dtype=self.dtype, quantize=quantize, stack=first.stack, given=GIVEN
-            )
+        if quantize is not None and self.layers and not any(layer.request.online for layer in self.layers):
+            request = replace(self.layers[0].request, online=registry().online(quantize), activation_key="checkpoint")
+            describe(self.checkpoint, request)
 
     def _refuse_without_blocks(self, model: nn.Module) -> None:
         """Raise ConfigError for a model with quantized experts that its blocks call in another way."""
@@ -233,7 +220,7 @@ class Plan:
         """
         beside = 0
         for layer in self.layers:
-            memory = layer_memory(layer.choose(self.options, device).selection, 1)
+            memory = layer_memory(layer.choose(device).selection, 1)
             size = torch.empty(memory.weights, dtype=torch.uint8, device="meta")
             model.get_submodule(layer.block.name).register_parameter("weights", nn.Parameter(size, requires_grad=False))
             beside = max(beside, memory.load_peak - memory.weights)
@@ -271,7 +258,7 @@ class Plan:
         names: dict[str, None] = {}
         with self.refusing():
             for layer in self.layers:
-                layer.chosen = layer.choose(self.options, self.devices[layer.block.name])
+                layer.chosen = layer.choose(self.devices[layer.block.name])
                 names[f"{layer.source.scheme} by {layer.chosen.selection.backend}"] = None
         if names:
             logger.info("experts of %d layers are run by moe-core: %s", len(self.layers), ", ".join(names))

@@ -11,7 +11,7 @@ from moe_core.checkpoint.experts.checks import check_expert_tensor
 from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
 from moe_core.checkpoint.experts.stacks import BadValuesError, load_stacked
 from moe_core.checkpoint.files.safetensors_file import TensorInfo
-from moe_core.checkpoint.model import PER_CALL, Given, LayerModel, read_model
+from moe_core.checkpoint.model import PER_CALL, LayerModel, ModelSettings, read_model
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.checkpoint.source import LayerSource, read_layer
 from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
@@ -21,7 +21,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointFormat",
     "ExpertLayout",
-    "Given",
+    "ModelSettings",
     "LayerExperts",
     "LayerModel",
     "LayerSource",

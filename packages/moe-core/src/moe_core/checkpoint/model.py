@@ -20,12 +20,12 @@ from moe_core.spec.activation import ActivationParams, MoEActivation
 from moe_core.spec.config import FusedMoEConfig, as_dtype, whole_number
 from moe_core.spec.routing import RoutingConfig
 
-#: Value of ``Given.routing`` for layers whose calls pass topk_weights and topk_ids.
+#: Value of ``ModelSettings.routing`` for layers whose calls pass topk_weights and topk_ids.
 PER_CALL = "per_call"
 
 
 @dataclass(frozen=True)
-class Given:
+class ModelSettings:
     """Settings from the caller that override config.json.
 
     Attributes:
@@ -80,7 +80,7 @@ def read_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
     num_local_experts: int | None = None,
-    given: Given | None = None,
+    settings: ModelSettings | None = None,
 ) -> LayerModel:
     """Read the configuration and the router of a layer.
 
@@ -88,39 +88,39 @@ def read_model(
         layer: The layer's expert tensors.
         dtype: dtype of the hidden states.
         num_local_experts: Number of experts on this rank; default all.
-        given: Settings from the caller that override config.json.
+        settings: Settings from the caller that override config.json.
 
     Returns:
         The layer's description without its experts' weights.
 
     Raises:
-        CheckpointError: A key or tensor is missing or contradictory, or the ``model_type`` is unknown and ``given``
+        CheckpointError: A key or tensor is missing or contradictory, or the ``model_type`` is unknown and ``settings``
             neither has both routing and activation nor allows a guess. The message names the key or tensor.
     """
     dtype = as_dtype(dtype)
-    given = given or Given()
+    settings = settings or ModelSettings()
     checkpoint = layer.checkpoint
     entries = ConfigKeys.of(checkpoint.config, checkpoint.path / "config.json", layer.index, layer.stack)
-    known = _known(entries, given)
+    known = _known(entries, settings)
     router = RouterTensors(layer, known)
     family = known or guess(corrects=router.correction is not None)
     entries = entries.with_defaults({**family.reads, keys.ACTIVATION[0]: family.hidden_act})
-    unread = unread_entries(entries, family, routing=given.routing is None, activation=given.activation is None)
+    unread = unread_entries(entries, family, routing=settings.routing is None, activation=settings.activation is None)
     for key in unread:
         raise entries.error(
             f"{key} is {entries.entries[key]!r}, which is not understood for model_type {entries.model_type!r}: "
             f"{BY_HAND} or activation (--activation) that it stands for"
         )
 
-    experts, top_k, hidden, inter = _sizes(entries, layer, given)
+    experts, top_k, hidden, inter = _sizes(entries, layer, settings)
     latent = entries.optional_integer(keys.LATENT_SIZE)
-    routing, reason = _routing(entries, family, router, given, experts, top_k)
+    routing, reason = _routing(entries, family, router, settings, experts, top_k)
     corrects = routing is not None and routing.has_correction_bias
-    if given.routing is None and reason is None:
+    if settings.routing is None and reason is None:
         _check_router(entries, family, router, corrects=corrects)
     if corrects and router.correction is None:
         raise router.missing(CORRECTION_BIASES, f"models of type {entries.model_type} choose experts with it")
-    activation, params = _activation(entries, family, layer, given)
+    activation, params = _activation(entries, family, layer, settings)
     if family.expert_bias and not layer.has_bias:
         raise entries.error(f"experts of model_type {entries.model_type!r} have biases, but {layer.prefix} has none")
     try:
@@ -147,11 +147,11 @@ def read_model(
         router_bias=router.read_vector(router.bias, strict=routes),
         correction_bias=router.read_vector(router.correction) if corrects else None,
         routing_reason=reason,
-        assumed=_assumed(entries, given, routing, activation) if known is None else None,
+        assumed=_assumed(entries, settings, routing, activation) if known is None else None,
     )
 
 
-def _known(entries: ConfigKeys, given: Given) -> Family | None:
+def _known(entries: ConfigKeys, settings: ModelSettings) -> Family | None:
     """Return the family, or None for an unknown one for which the caller gives enough settings."""
     model_type = entries.model_type
     refusal = refusal_of(model_type)
@@ -161,7 +161,7 @@ def _known(entries: ConfigKeys, given: Given) -> Family | None:
     if family is family_of("deepseek_v2") and entries.entries.get(keys.TOPK_METHOD[0]) == "noaux_tc":
         # DeepSeek-VL2 checkpoints select DeepSeek-V3's router with this entry.
         family = family_of("deepseek_v3")
-    if family is None and not given.assume and (given.routing is None or given.activation is None):
+    if family is None and not settings.assume and (settings.routing is None or settings.activation is None):
         found = f"model_type {model_type!r} is not known" if model_type else "has no model_type"
         raise entries.error(
             f"{found}{did_you_mean(model_type, FAMILIES)}: give routing and activation (--routing, --activation), "
@@ -170,7 +170,7 @@ def _known(entries: ConfigKeys, given: Given) -> Family | None:
     return family
 
 
-def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int, int, int, int]:
+def _sizes(entries: ConfigKeys, layer: LayerExperts, settings: ModelSettings) -> tuple[int, int, int, int]:
     """Return the number of experts, experts per token, hidden size and intermediate size."""
     experts_key, experts = entries.integer(keys.NUM_EXPERTS)
     if experts != layer.num_experts:
@@ -179,7 +179,7 @@ def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int,
             + (f": expert {layer.num_experts} is missing" if layer.num_experts < experts else "")
             + left_out(layer.checkpoint, layer.index)
         )
-    top_k = given.top_k
+    top_k = settings.top_k
     if top_k is None:
         if entries.find(keys.TOP_K) is None:
             raise entries.error(f"has no {' or '.join(keys.TOP_K)}: give top_k (--top-k)")
@@ -195,13 +195,13 @@ def _sizes(entries: ConfigKeys, layer: LayerExperts, given: Given) -> tuple[int,
 
 
 def _routing(
-    entries: ConfigKeys, family: Family, router: RouterTensors, given: Given, experts: int, top_k: int
+    entries: ConfigKeys, family: Family, router: RouterTensors, settings: ModelSettings, experts: int, top_k: int
 ) -> tuple[RoutingConfig | None, str | None]:
     """Return (routing, None), or (None, reason why the routing is not computed here)."""
-    if given.routing is not None:
-        if given.routing == PER_CALL:
+    if settings.routing is not None:
+        if settings.routing == PER_CALL:
             return None, "routing was left to each call"
-        chosen = RoutingConfig.parse(given.routing) if isinstance(given.routing, str) else given.routing
+        chosen = RoutingConfig.parse(settings.routing) if isinstance(settings.routing, str) else settings.routing
         chosen.check(num_experts=experts, top_k=top_k)
         return chosen, None
     model_type = entries.model_type
@@ -235,16 +235,18 @@ def _check_router(entries: ConfigKeys, family: Family, router: RouterTensors, *,
         )
 
 
-def _assumed(entries: ConfigKeys, given: Given, routing: RoutingConfig | None, activation: MoEActivation) -> str | None:
+def _assumed(
+    entries: ConfigKeys, settings: ModelSettings, routing: RoutingConfig | None, activation: MoEActivation
+) -> str | None:
     """Return a description of the settings guessed for an unknown family, or None."""
     guesses = []
-    if given.routing is None and routing is not None:
+    if settings.routing is None and routing is not None:
         bias = ", chosen with a correction bias," if routing.has_correction_bias else ""
         guesses.append(
             f"routing is assumed to be {routing.scoring_func} over all experts{bias} "
             f"with {'' if routing.renormalize else 'no '}renormalisation"
         )
-    if given.activation is None:
+    if settings.activation is None:
         guesses.append(f"the activation is assumed to be {activation.value}")
     if not guesses:
         return None
@@ -252,13 +254,13 @@ def _assumed(entries: ConfigKeys, given: Given, routing: RoutingConfig | None, a
 
 
 def _activation(
-    entries: ConfigKeys, family: Family, layer: LayerExperts, given: Given
+    entries: ConfigKeys, family: Family, layer: LayerExperts, settings: ModelSettings
 ) -> tuple[MoEActivation, ActivationParams | None]:
-    if given.activation is not None:
-        chosen = MoEActivation.parse(given.activation)
-        if given.activation_params is not None:
-            chosen.resolve_params(given.activation_params)
-        activation, params = chosen, given.activation_params
+    if settings.activation is not None:
+        chosen = MoEActivation.parse(settings.activation)
+        if settings.activation_params is not None:
+            chosen.resolve_params(settings.activation_params)
+        activation, params = chosen, settings.activation_params
     else:
         activation = _named(entries, family, layer)
         params = _params(entries, activation)

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
 from moe_core.checkpoint.experts.quantized import QuantizedLayout
 from moe_core.checkpoint.files.reading_threads import readers
-from moe_core.checkpoint.model import Given, read_model
+from moe_core.checkpoint.model import ModelSettings, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError, check_instance
@@ -175,7 +175,7 @@ def read_layer(
     quantize: str | OnlineQuantization | None = None,
     activation_key: QuantKey | str | None = AS_STORED,
     stack: str | None = None,
-    given: Given | None = None,
+    settings: ModelSettings | None = None,
     parallel: FusedMoEParallelConfig | None = None,
     plugins: Registry | None = None,
 ) -> LayerSource:
@@ -191,7 +191,7 @@ def read_layer(
         quantize: Online quantization for 16-bit experts, or its name in an installed scheme.
         activation_key: Quantization of the activations, None for 16 bits; default as stored in the checkpoint.
         stack: First component of the tensor names of one stack of layers ("talker"), for models with several stacks.
-        given: Settings from the caller that override config.json; an unknown model_type needs routing and activation.
+        settings: Settings that override config.json; an unknown model_type needs routing and activation.
         parallel: The parallel layout and rank, which determine the columns and the default of ``experts``.
         plugins: Registry of schemes and formats; default the installed ones.
 
@@ -211,7 +211,7 @@ def read_layer(
     with checkpoint.reading():
         tensors = find_layer(checkpoint, layer, stack)
         chosen = _chosen(experts, tensors.num_experts, parallel)
-        model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), given=given)
+        model = read_model(tensors, dtype=dtype, num_local_experts=len(chosen), settings=settings)
         scheme, adapter, layout = detect(checkpoint, tensors, quantize, plugins)
     if model.assumed is not None:
         warnings.warn(model.assumed, CheckpointWarning, stacklevel=2)

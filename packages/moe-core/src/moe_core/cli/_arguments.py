@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_core.checkpoint import Checkpoint, LayerSource
+    from moe_core.layer.request import LayerRequest
     from moe_core.parallel.shard_plan import ColumnCut
     from moe_core.selection.oracle import Oracle
     from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
@@ -65,6 +66,44 @@ def cuts_of(
     return replace(config, parallel=parallel, num_local_experts=local), cuts
 
 
+def layer_request_of(
+    args: argparse.Namespace,
+    layer: int | None = None,
+    *,
+    device: torch.device | None = None,
+    experts: Sequence[int] | None = None,
+    parallel: FusedMoEParallelConfig | None = None,
+) -> LayerRequest:
+    """Return the request for a layer of a checkpoint that the arguments specify.
+
+    Args:
+        args: Parsed arguments.
+        layer: Index of the layer; None for the one that the arguments name.
+        device: Device to load to.
+        experts: Global ids of the experts to read; None for all.
+        parallel: Rank whose shard is read; None for the whole layer.
+
+    Returns:
+        The request.
+    """
+    from moe_core.checkpoint import ModelSettings
+    from moe_core.layer.request import LayerRequest
+    from moe_core.selection.registry import registry
+
+    return LayerRequest(
+        layer=args.layer if layer is None else layer,
+        device=device,
+        backend=getattr(args, "backend", "auto"),
+        dtype=dtype_of(args.dtype),
+        experts=experts,
+        parallel=parallel,
+        online=None if args.quantize is None else registry().online(args.quantize),
+        activation_key=activation_key_of(args),
+        stack=args.stack,
+        settings=ModelSettings(args.routing, args.activation, assume=args.assume, top_k=args.top_k),
+    )
+
+
 def source_of(
     args: argparse.Namespace,
     checkpoint: Checkpoint,
@@ -73,31 +112,10 @@ def source_of(
     experts: Sequence[int] | None = None,
     parallel: FusedMoEParallelConfig | None = None,
 ) -> LayerSource:
-    """Read a layer of a checkpoint as the arguments specify.
+    """Describe a layer of a checkpoint as the arguments of :func:`layer_request_of` specify."""
+    from moe_core.layer.request import describe
 
-    Args:
-        args: Parsed arguments.
-        checkpoint: The checkpoint.
-        layer: Index of the layer; None for the one that the arguments name.
-        experts: Global ids of the experts to read; None for all.
-        parallel: Rank whose shard is read; None for the whole layer.
-
-    Returns:
-        The layer.
-    """
-    from moe_core.checkpoint import Given, read_layer
-
-    return read_layer(
-        checkpoint,
-        args.layer if layer is None else layer,
-        dtype=dtype_of(args.dtype),
-        experts=experts,
-        quantize=args.quantize,
-        activation_key=activation_key_of(args),
-        stack=args.stack,
-        given=Given(args.routing, args.activation, assume=args.assume, top_k=args.top_k),
-        parallel=parallel,
-    )
+    return describe(checkpoint, layer_request_of(args, layer, experts=experts, parallel=parallel))
 
 
 def opened(args: argparse.Namespace) -> tuple[Checkpoint, list[str]]:

@@ -25,9 +25,9 @@ from moe_core.errors import (
 from moe_core.interface.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.kernels.launch.compile_ahead import Progress
 from moe_core.layer.conversion import check_before_apply
-from moe_core.layer.origin import LayerOrigin
 from moe_core.layer.recipe import completed
 from moe_core.layer.replacement import find_replacement, quantize_like, router_of
+from moe_core.layer.request import LayerRequest
 from moe_core.layer.router_product import fixed_rows_product
 from moe_core.layer.state_dicts import ExpertsForm, experts_of, leave_out
 from moe_core.parallel.shard import local_expert_range, map_of
@@ -80,8 +80,8 @@ class FusedMoELayer(nn.Module):
         correction_bias: Tensor | None = None,
         expert_map: Tensor | None = None,
         owns_weights: bool = False,
-        online: OnlineQuantization | None = None,
-        origin: LayerOrigin | None = None,
+        request: LayerRequest | None = None,
+        routing_reason: str | None = None,
     ) -> None:
         """Build a layer from a kernel and optional router tensors.
 
@@ -98,8 +98,8 @@ class FusedMoELayer(nn.Module):
             expert_map: Local index of each global expert, int32 ``[E]``; -1 for experts of other ranks.
             owns_weights: Whether nothing else references the kernel's tensors, so that :meth:`reload` may overwrite
                 them. The layer then copies the router's tensors, which it overwrites too.
-            online: How 16-bit weights were quantized, and will be on reload.
-            origin: Layer of a checkpoint that the weights came from.
+            request: How the weights were loaded and quantized; a reload repeats it.
+            routing_reason: Why the layer has no routing, if it has none.
         """
         super().__init__()
         check_instance("kernel", kernel, FusedMoEKernel)
@@ -113,8 +113,8 @@ class FusedMoELayer(nn.Module):
         self.correction_bias = copied(correction_bias)
         self.expert_map = expert_map
         self.owns_weights = owns_weights
-        self.online = online
-        self.origin = origin
+        self.request = request or LayerRequest()
+        self.routing_reason = routing_reason
         self._check_tensors()
 
     def _check_tensors(self) -> None:
@@ -249,7 +249,7 @@ class FusedMoELayer(nn.Module):
             correction_bias=correction_bias,
             expert_map=expert_map,
             owns_weights=copy,
-            online=online,
+            request=LayerRequest(online=online),
         )
 
     @property
@@ -287,7 +287,7 @@ class FusedMoELayer(nn.Module):
 
     def _own_routing(self) -> RoutingConfig:
         if self.routing is None:
-            why = (self.origin and self.origin.routing_reason) or "its config has no routing="
+            why = self.routing_reason or "its config has no routing="
             raise ConfigError(f"the layer has no routing: give topk_weights and topk_ids; {why}")
         return self.routing
 
@@ -486,10 +486,10 @@ class FusedMoELayer(nn.Module):
             from moe_core.checkpoint import Checkpoint
 
             check_instance("weights", weights, MoEWeights, Checkpoint, str, os.PathLike)
-            origin = self.origin or LayerOrigin(None)
-            experts, routed = self._held(), self.routing is not None
+            request = replace(self.request, experts=self._held())
+            request = request if layer is None else replace(request, layer=layer)
             source, quantized = find_replacement(
-                weights, layer, origin, self.config, self.selection, self.online, experts=experts, routed=routed
+                weights, request, self.config, self.selection, routed=self.routing is not None
             )
             held = {name: getattr(self, name) for name in ("router_weight", "router_bias", "correction_bias")}
             router = router_of(source, held)
@@ -499,7 +499,7 @@ class FusedMoELayer(nn.Module):
         elif layer is not None:
             raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
         if weights.weight_key is None:
-            weights = quantize_like(weights, self.config, self.selection, self.online, self.weights)
+            weights = quantize_like(weights, self.config, self.selection, self.request.online, self.weights)
         if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
             raise TensorError(
                 f"the layer was built for {_keys(self.selection.weight_key, self.selection.activation_key)}, "

@@ -1,4 +1,4 @@
-"""Load layers of checkpoints: select a backend, read one layer or several in sequence."""
+"""Load layers of checkpoints in four steps: :func:`describe`, :func:`choose`, :func:`read` and :func:`build`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_core._support.autocast import without_autocast
-from moe_core.errors import ConfigError
 from moe_core.layer.layer import FusedMoELayer
-from moe_core.layer.origin import LayerOrigin, opened
-from moe_core.parallel.checks import check_placed
+from moe_core.layer.request import LayerRequest, describe, opened
 from moe_core.parallel.shard import map_of
 from moe_core.selection.column_choice import select_cut
 from moe_core.selection.oracle import Oracle
@@ -26,7 +24,7 @@ from moe_core.spec.routing import RoutingConfig
 from moe_core.spec.weights import MoEWeights
 
 if TYPE_CHECKING:
-    from moe_core.checkpoint import Checkpoint, Given, LayerSource
+    from moe_core.checkpoint import Checkpoint, LayerSource
     from moe_core.kernels.ops.online import OnlineQuantization
     from moe_core.parallel.distributed.groups import ParallelGroups
     from moe_core.parallel.placement.placement import ExpertPlacement
@@ -105,48 +103,133 @@ def load_layer(
         TensorError: Tensors do not fit.
         ConfigError: Invalid or inconsistent arguments.
     """
-    from moe_core.checkpoint import Given, read_layer
+    from moe_core.checkpoint import ModelSettings
 
-    target = as_torch_device(device)
-    checkpoint = opened(path)
-    online = None if quantize is None else registry().online(quantize)
-    given = Given(routing, activation, activation_params, assume, top_k)
-    if parallel is not None and not isinstance(parallel, FusedMoEParallelConfig):
-        raise ConfigError(f"parallel is {parallel!r}, expected a FusedMoEParallelConfig")
-    check_placed(groups, placement)
-    if groups is not None:
-        parallel = parallel or groups.parallel
-        if placement is not None and experts is None:
-            if placement.ep_size != parallel.ep_size:
-                raise ConfigError(f"the placement is on {placement.ep_size} ranks, ep_size is {parallel.ep_size}")
-            experts = placement.ranks[parallel.ep_rank]
-    source = read_layer(
-        checkpoint,
-        layer,
+    request = LayerRequest(
+        layer=layer,
+        device=as_torch_device(device),
+        backend=backend,
         dtype=dtype,
         experts=experts,
-        quantize=online,
-        activation_key=activation_key,
-        stack=stack,
-        given=given,
         parallel=parallel,
-    )
-    # Select before reading the weights: an impossible request then reads no gigabytes.
-    chosen = ChosenLayer.of(
-        source,
-        device=target,
-        backend=backend,
-        online=online,
+        groups=groups,
+        placement=placement,
+        online=None if quantize is None else registry().online(quantize),
         activation_key=activation_key,
-        stack=stack,
-        given=given,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         max_num_tokens=max_num_tokens,
-        groups=groups,
-        placement=placement,
+        stack=stack,
+        settings=ModelSettings(routing, activation, activation_params, assume, top_k),
     )
-    return replace(chosen, mapped=chosen.mapped or experts is not None).layer(chosen.weights())
+    return load_requested(opened(path), request)
+
+
+def load_requested(checkpoint: Checkpoint, request: LayerRequest) -> FusedMoELayer:
+    """Load a layer as :func:`load_layer` does.
+
+    Args:
+        checkpoint: The open checkpoint.
+        request: What to load.
+
+    Returns:
+        The layer.
+    """
+    chosen = choose(describe(checkpoint, request), request)
+    return build(chosen, read(chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenLayer:
+    """A layer of a checkpoint, and the backend that was selected for it.
+
+    Attributes:
+        source: The layer in the checkpoint; its weights have not been read.
+        selection: Selected backend.
+        oracle: Oracle of the layer's scheme.
+        request: What to load.
+        device: Device to load to.
+    """
+
+    source: LayerSource
+    selection: Selection
+    oracle: Oracle
+    request: LayerRequest
+    device: torch.device
+
+
+def choose(source: LayerSource, request: LayerRequest) -> ChosenLayer:
+    """Select the backend of a layer.
+
+    An impossible request fails here, before gigabytes of weights are read.
+
+    Args:
+        source: Result of :func:`describe` for the same request.
+        request: What to load.
+
+    Returns:
+        The layer with its selection.
+
+    Raises:
+        SelectionError: No backend can run the layer.
+    """
+    oracle, device = registry().oracle(source.scheme), as_torch_device(request.device)
+    config = replace(source.config, max_num_tokens=request.max_num_tokens)
+    if whole_number("max_loras", request.max_loras, 0):
+        config = replace(config, is_lora_enabled=True, max_loras=request.max_loras, max_lora_rank=request.max_lora_rank)
+    cut, selection = select_cut(oracle, config, source.cuts, moe_backend=request.backend, device=device)
+    return ChosenLayer(source.with_cut(cut), selection, oracle, request, device)
+
+
+def read(chosen: ChosenLayer) -> MoEWeights:
+    """Read the canonical weights of a layer.
+
+    Args:
+        chosen: The layer.
+
+    Returns:
+        The weights of this rank.
+
+    Raises:
+        CheckpointError: A tensor is missing or invalid.
+    """
+    return chosen.source.weights(device=chosen.device)
+
+
+@without_autocast
+def build(chosen: ChosenLayer, weights: MoEWeights) -> FusedMoELayer:
+    """Convert weights to the backend's layout and build the layer.
+
+    Args:
+        chosen: The layer.
+        weights: Result of :func:`read`.
+
+    Returns:
+        The layer, which owns its weights.
+    """
+    source, request, device = chosen.source, chosen.request, chosen.device
+    config = chosen.selection.config
+    lora = LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
+    converted = chosen.oracle.convert(chosen.selection, weights)
+    kernel = chosen.oracle.make_kernel(
+        chosen.selection, converted, groups=request.groups, placement=request.placement, layer=source.prefix
+    )
+    kernel.lora = lora
+    router = (source.router_weight, source.router_bias, source.correction_bias)
+    weight, bias, correction = (None if tensor is None else tensor.to(device) for tensor in router)
+    experts = source.config.num_experts
+    mapped = request.experts is not None or len(source.experts) < experts
+    return FusedMoELayer(
+        kernel,
+        chosen.selection,
+        router_weight=weight,
+        router_bias=bias,
+        correction_bias=correction,
+        expert_map=map_of(source.experts, experts, device) if mapped else None,
+        owns_weights=True,
+        request=replace(request, layer=source.index, experts=None, groups=None, placement=None),
+        routing_reason=source.routing_reason,
+    )
 
 
 def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None, None]:
@@ -164,121 +247,12 @@ def load_layers(chosen: Iterable[ChosenLayer]) -> Generator[FusedMoELayer, None,
     """
     from moe_core.checkpoint.files.reading_threads import read_ahead
 
-    return read_ahead(chosen, ChosenLayer.weights, ChosenLayer.layer, ChosenLayer.nbytes_ahead)
+    return read_ahead(chosen, read, build, _nbytes_ahead)
 
 
-@dataclass(frozen=True, eq=False)
-class ChosenLayer:
-    """A layer of a checkpoint, and the backend that was selected for it on ``device``.
+def _nbytes_ahead(chosen: ChosenLayer) -> int:
+    """Number of bytes to read ahead; 0 if the layer is better read in turn.
 
-    Attributes:
-        source: The layer in the checkpoint; its weights have not been read.
-        selection: Selected backend.
-        oracle: Oracle of the layer's scheme.
-        device: Device to load to.
-        online: How the layer's 16-bit weights are quantized.
-        origin: Where the layer comes from, for reloads.
-        mapped: Whether the layer gets an expert map.
-        groups: Process groups of a layer over several ranks; see :func:`load_layer`.
-        placement: Placement of experts on these ranks; see :func:`load_layer`.
+    This is the case for online quantization: the 16-bit weights take more memory than the quantized ones.
     """
-
-    source: LayerSource
-    selection: Selection
-    oracle: Oracle
-    device: torch.device
-    online: OnlineQuantization | None
-    origin: LayerOrigin
-    mapped: bool = False
-    groups: ParallelGroups | None = None
-    placement: ExpertPlacement | None = None
-
-    @staticmethod
-    def of(
-        source: LayerSource,
-        *,
-        device: torch.device,
-        backend: str = "auto",
-        online: OnlineQuantization | None = None,
-        activation_key: QuantKey | str | None = "checkpoint",
-        stack: str | None = None,
-        given: Given | None = None,
-        max_loras: int = 0,
-        max_lora_rank: int = 16,
-        max_num_tokens: int | None = None,
-        groups: ParallelGroups | None = None,
-        placement: ExpertPlacement | None = None,
-    ) -> ChosenLayer:
-        """Select the backend of a layer.
-
-        Args:
-            source: Result of :func:`moe_core.checkpoint.read_layer` for the same arguments.
-            device: Device to load to.
-            backend: As in :func:`load_layer`.
-            online: Online quantization of 16-bit weights.
-            activation_key: As in :func:`load_layer`.
-            stack: As in :func:`load_layer`.
-            given: Settings that take precedence over config.json.
-            max_loras: As in :func:`load_layer`.
-            max_lora_rank: As in :func:`load_layer`.
-            max_num_tokens: As in :func:`load_layer`.
-            groups: As in :func:`load_layer`.
-            placement: As in :func:`load_layer`.
-
-        Returns:
-            The layer with its selection.
-
-        Raises:
-            SelectionError: No backend can run the layer.
-        """
-        oracle = registry().oracle(source.scheme)
-        config = replace(source.config, max_num_tokens=max_num_tokens)
-        if whole_number("max_loras", max_loras, 0):
-            config = replace(config, is_lora_enabled=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
-        cut, selection = select_cut(oracle, config, source.cuts, moe_backend=backend, device=device)
-        origin = LayerOrigin(source.index, activation_key, stack, given, source.routing_reason)
-        mapped = len(source.experts) < source.config.num_experts
-        return ChosenLayer(source.with_cut(cut), selection, oracle, device, online, origin, mapped, groups, placement)
-
-    def nbytes_ahead(self) -> int:
-        """Number of bytes to read ahead; 0 if the layer is better read in turn.
-
-        This is the case for online quantization: the 16-bit weights take more memory than the quantized ones.
-        """
-        return self.source.layer.nbytes if self.online is None else 0
-
-    def weights(self) -> MoEWeights:
-        """Read the canonical weights."""
-        return self.source.weights(device=self.device)
-
-    @without_autocast
-    def layer(self, weights: MoEWeights) -> FusedMoELayer:
-        """Convert weights and build the layer.
-
-        Args:
-            weights: Result of :meth:`weights`.
-
-        Returns:
-            The layer, which owns its weights.
-        """
-        source, device = self.source, self.device
-        config = self.selection.config
-        lora = LoRAWeights.zeros(config, device) if config.is_lora_enabled else None
-        converted = self.oracle.convert(self.selection, weights)
-        kernel = self.oracle.make_kernel(
-            self.selection, converted, groups=self.groups, placement=self.placement, layer=source.prefix
-        )
-        kernel.lora = lora
-        router = (source.router_weight, source.router_bias, source.correction_bias)
-        weight, bias, correction = (None if tensor is None else tensor.to(device) for tensor in router)
-        return FusedMoELayer(
-            kernel,
-            self.selection,
-            router_weight=weight,
-            router_bias=bias,
-            correction_bias=correction,
-            expert_map=map_of(source.experts, source.config.num_experts, device) if self.mapped else None,
-            owns_weights=True,
-            online=self.online,
-            origin=self.origin,
-        )
+    return chosen.source.layer.nbytes if chosen.request.online is None else 0

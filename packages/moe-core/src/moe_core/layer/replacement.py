@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moe_core.errors import ConfigError, check_shape
-from moe_core.layer.origin import LayerOrigin, opened
 from moe_core.layer.recipe import completed, recipe_of
+from moe_core.layer.request import LayerRequest, describe, opened
 from moe_core.parallel.shard_plan import refine
 from moe_core.selection.report import Selection
 from moe_core.spec.config import FusedMoEConfig
@@ -76,25 +76,19 @@ def quantize_like(
 
 def find_replacement(
     checkpoint: Checkpoint | str | os.PathLike[str],
-    layer: int | None,
-    origin: LayerOrigin,
+    request: LayerRequest,
     config: FusedMoEConfig,
     selection: Selection,
-    online: OnlineQuantization | None,
     *,
-    experts: list[int] | None,
     routed: bool,
 ) -> tuple[LayerSource, bool]:
     """Find the layer of a checkpoint that replaces a loaded one, without reading its weights.
 
     Args:
         checkpoint: Folder, or an open checkpoint.
-        layer: Index of the layer. Default: that of ``origin``.
-        origin: Where the loaded layer came from.
+        request: How the loaded layer was read, with the index of the layer to read and the loaded layer's experts.
         config: Config of the loaded layer.
         selection: Selection of the loaded layer.
-        online: How its 16-bit weights were quantized, if they were.
-        experts: Global ids of its local experts; None for all.
         routed: Whether it has its own routing. Otherwise the top-k of the checkpoint may differ.
 
     Returns:
@@ -104,25 +98,16 @@ def find_replacement(
         CheckpointError: The checkpoint cannot be read.
         ConfigError: The checkpoint's layer differs.
     """
-    from moe_core.checkpoint import read_layer
     from moe_core.checkpoint.experts.layer_experts import find_layer
     from moe_core.checkpoint.experts.matrices import unquantized_reason
 
     there = opened(checkpoint)
-    index = origin.index if layer is None else layer
-    plain = online is None and unquantized_reason(find_layer(there, index, origin.stack)) is not None
+    request = replace(request, dtype=config.dtype, parallel=config.parallel)
+    plain = request.online is None and unquantized_reason(find_layer(there, request.layer, request.stack)) is not None
     recipe = recipe_of(selection) if plain and selection.weight_key is not None else None
-    source = read_layer(
-        there,
-        index,
-        dtype=config.dtype,
-        experts=experts,
-        quantize=recipe or online,
-        activation_key=origin.activation_key if recipe is None else recipe.activation_key,
-        stack=origin.stack,
-        given=origin.given,
-        parallel=config.parallel,
-    )
+    if recipe is not None:
+        request = replace(request, online=recipe, activation_key=recipe.activation_key)
+    source = describe(there, request)
     rank, size = config.parallel.tp_rank, config.intermediate_size
     for cut in source.cuts:
         begin, end = cut.ranges[rank]

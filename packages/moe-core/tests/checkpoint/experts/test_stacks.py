@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from moe_core import CheckpointError
-from moe_core.api.models import PER_CALL, Given
+from moe_core.api.models import PER_CALL, ModelSettings
 from moe_core.checkpoint import LayerExperts, find_layer, load_stacked, read_layer
 from moe_core.checkpoint.experts import stacks
 from moe_core.checkpoint.experts.stacks import Asking, BadValuesError, Stack, load_together
@@ -71,7 +71,7 @@ def test_what_is_asked_for_at_the_same_time_is_one_read(tmp_path: Path, reads: l
 )
 def test_w13_and_w2_are_read_together(case: str, most: int, reads: list[tuple[int, int]]) -> None:
     """However many experts and projections: one read for each kind (weights, scales …); stacked ones may lie apart."""
-    source = read_layer(Checkpoint.open(CASES / case), given=Given(routing=PER_CALL))
+    source = read_layer(Checkpoint.open(CASES / case), settings=ModelSettings(routing=PER_CALL))
     reads.clear()
     source.weights("cpu")
     assert len(reads) <= most

@@ -12,7 +12,7 @@ import moe_core as mc
 import pytest
 import torch
 from moe_core._support.open_file import OpenFile
-from moe_core.api.models import PER_CALL, Given, read_layer
+from moe_core.api.models import PER_CALL, ModelSettings, read_layer
 from moe_core.checkpoint import Checkpoint, find_layer, load_stacked
 from moe_core.checkpoint.experts import stacks
 from moe_core.checkpoint.experts.stacks import BadValuesError
@@ -182,7 +182,7 @@ FOLDERS = [
 
 def canonical(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """The canonical weights of a case."""
-    weights = read_layer(mc.Checkpoint.open(folder), given=Given(routing=PER_CALL)).weights(device)
+    weights = read_layer(mc.Checkpoint.open(folder), settings=ModelSettings(routing=PER_CALL)).weights(device)
     return {name: tensor.cpu() for name, tensor in weights.tensors()}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import MoEActivation, RoutingConfig, fused_moe_reference, load_layer, route
-from moe_core.checkpoint import Checkpoint, Given, read_layer
+from moe_core.checkpoint import Checkpoint, ModelSettings, read_layer
 from moe_core.cli.commands import run as command
 from moe_core.errors import CheckpointWarning
 from moe_core_checkpoints import TOP_K, E, K, layer_tensors, write
@@ -32,7 +32,7 @@ def tokens(**changes: Any) -> dict[str, Tensor]:
 
 
 def expected(folder: Path, layer: int, given: dict[str, Tensor], *, assume: bool = False) -> Tensor:
-    source = read_layer(Checkpoint.open(folder), layer, dtype=torch.float32, given=Given(assume=assume))
+    source = read_layer(Checkpoint.open(folder), layer, dtype=torch.float32, settings=ModelSettings(assume=assume))
     weights, ids = given.get("topk_weights"), given.get("topk_ids")
     if weights is None or ids is None:
         weights, ids = route(given["router_logits"], top_k=TOP_K, config=RoutingConfig())

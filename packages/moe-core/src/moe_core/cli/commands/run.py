@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_core._support.atomic_write import check_writable
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     from moe_core.checkpoint import Checkpoint
-    from moe_core.layer.loading import load_layer
+    from moe_core.layer.loading import load_requested
 
     dtype = _arguments.dtype_of(args.dtype)
     device = _arguments.device_of(args.device) if ranks is None else ranks.device
@@ -65,21 +66,8 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         several = {"groups": ranks.groups(chosen), "max_num_tokens": max(most, 1)}
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
-        layer = load_layer(
-            checkpoint,
-            layer=source.index,
-            device=device,
-            backend=args.backend,
-            dtype=dtype,
-            quantize=args.quantize,
-            activation_key=_arguments.activation_key_of(args),
-            stack=args.stack,
-            routing=args.routing,
-            activation=args.activation,
-            assume=args.assume,
-            top_k=args.top_k,
-            **several,
-        )
+        request = _arguments.layer_request_of(args, source.index, device=device)
+        layer = load_requested(checkpoint, replace(request, **several))
         loading = seconds_since(start)
     with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
         output, running = _apply(layer, tokens, device, dtype, ranks)
