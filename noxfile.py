@@ -113,11 +113,15 @@ def editable(*names: str) -> list[str]:
 
 @nox.session(download_python="never")
 def lint(session: nox.Session) -> None:
-    """Run ruff (rules and format), import-linter (allowed imports between folders) and the check of the prose."""
+    """Run ruff (rules and format), import-linter (allowed imports between folders) and the checks of prose.
+
+    Prose is documents, docstrings and comments, and the patterns of tests, which must not repeat a message.
+    """
     session.install(*group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
     session.run("python", "tools/check_prose.py")
+    session.run("python", "tools/check_matches.py")
     # Packages are parsed, not imported, so it suffices that their sources are found.
     sources = os.pathsep.join(str(package / "src") for package in PACKAGES)
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})

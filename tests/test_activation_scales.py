@@ -50,7 +50,7 @@ def test_they_are_float32_and_contiguous(module: str, name: str, key: QuantKey) 
 def test_a_missing_one_is_named(module: str, name: str, key: QuantKey, missing: str) -> None:
     experts = getattr(importlib.import_module(module), name)
     weights = replace(make_weights(CONFIG, key, kFp8StaticTensorSym, seed=0), **{missing: None})
-    with pytest.raises(TensorError, match=rf"{missing} is missing, the activation key is kFp8StaticTensorSym"):
+    with pytest.raises(TensorError, match=f"{missing} .*kFp8StaticTensorSym"):
         experts(CONFIG, weight_key=key, activation_key=kFp8StaticTensorSym).convert(weights)
 
 
@@ -65,5 +65,5 @@ def test_granularity_follows_from_the_key(key: QuantKey, expected: str) -> None:
 @pytest.mark.parametrize("key", [None, kFp8Dynamic128Sym])
 def test_other_activations_are_refused(key: QuantKey | None) -> None:
     experts = TritonFp8Experts(CONFIG, weight_key=kFp8StaticTensorSym, activation_key=key)
-    with pytest.raises(TensorError, match=r"or statically here, the key is (None|kFp8Dynamic128Sym)"):
+    with pytest.raises(TensorError, match=r"key .*(None|kFp8Dynamic128Sym)"):
         _ = experts.granularity

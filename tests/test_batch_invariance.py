@@ -65,5 +65,5 @@ def test_a_layer_with_a_router_gives_a_token_the_same_bits_among_others(kind: Ki
 def test_a_scale_that_tokens_share_is_refused() -> None:
     shared = mc.kFp8DynamicTensorSym
     config = mc.FusedMoEConfig(8, 2, 256, 128, batch_invariant=True)
-    with pytest.raises(mc.NoBackendError, match="is not batch invariant with a dynamic scale that all tokens share"):
+    with pytest.raises(mc.NoBackendError, match="batch invariant"):
         mc.oracle("fp8").select(config, weight_key=mc.kFp8StaticTensorSym, activation_key=shared, device="cpu")

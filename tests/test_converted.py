@@ -49,13 +49,13 @@ def test_weights_of_the_same_layer_with_other_calls() -> None:
 
 def test_a_placement_without_ranks() -> None:
     selection = selected()
-    with pytest.raises(mc.ConfigError, match="give the groups= of these ranks"):
+    with pytest.raises(mc.ConfigError, match="groups="):
         mc.oracle("fp8").make_kernel(selection, converted(selection), placement=ExpertPlacement.round_robin(4, 2))
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5])
 def test_memory_of_what_is_no_number_of_tokens(tokens: Any) -> None:
-    with pytest.raises(mc.ConfigError, match="num_tokens must be an integer of 0 or more"):
+    with pytest.raises(mc.ConfigError, match="num_tokens"):
         layer_memory(selected(), tokens)
 
 
@@ -64,10 +64,10 @@ def test_a_map_to_places_that_are_not_here() -> None:
     weights = make_weights(config, *KEYS, seed=0)
     for places in ([0, 1, -1, -1], [-1, -1, 1, 0]):
         mc.FusedMoELayer.from_weights("fp8", config, weights, expert_map=torch.tensor(places).int())
-    with pytest.raises(mc.TensorError, match="expert_map names place 2, expected -1 or one of 2 places here"):
+    with pytest.raises(mc.TensorError, match="expert_map .*2"):
         mc.FusedMoELayer.from_weights("fp8", config, weights, expert_map=torch.tensor([0, 1, 2, -1]).int())
 
 
 def test_what_is_no_weights() -> None:
-    with pytest.raises(mc.ConfigError, match="weights is str, expected what oracle.convert returns: KernelWeights"):
+    with pytest.raises(mc.ConfigError, match=r"weights .*\bstr\b"):
         mc.oracle("fp8").make_kernel(selected(), "weights")  # type: ignore[arg-type]

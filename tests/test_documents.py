@@ -188,9 +188,7 @@ def test_wrong_options_and_keywords_are_found() -> None:
 def test_an_examples_output_is_what_stands_behind_it(tmp_path: Path, printed: str, holds: bool) -> None:
     path = tmp_path / "example.md"
     path.write_text(f"```python\nprint('a 1')\nprint('b')\n```\n\n```\n{printed}\n```\n\n```python\nprint('c')\n```\n")
-    with (
-        contextlib.nullcontext() if holds else pytest.raises(ValueError, match="example.md:2: the example prints\na 1")
-    ):
+    with contextlib.nullcontext() if holds else pytest.raises(ValueError, match=r"example.md:2:.*\na 1"):
         assert run_examples.run(path) == 2
 
 
@@ -257,10 +255,10 @@ def test_a_run_is_compared_cell_by_cell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"implementations": {"moe": "ours"}}, "implementations do not name it"),
+        ({"implementations": {"moe": "ours"}}, "implementations"),
         ({"results": [{"column": "a", "peer": "moe", "points": {}}] * 2}, "stands twice"),
-        ({"run": {"date": "2026-11-21", "commit": "abc", "software": ""}}, "run says nothing of hardware"),
-        ({"titel": ""}, "missing or unknown: titel"),
+        ({"run": {"date": "2026-11-21", "commit": "abc", "software": ""}}, "hardware"),
+        ({"titel": ""}, "titel"),
     ],
 )
 def test_a_run_that_leaves_something_open_is_refused(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
@@ -301,7 +299,7 @@ def test_a_benchmarks_file_becomes_a_run(tmp_path: Path) -> None:
     assert "notes" not in run
     slower = add_results.floor(slow | case | {"peer": "moe_w8a16"})
     assert slower == pytest.approx(26e9 / 790e6)  # 16-bit activations
-    with pytest.raises(ValueError, match="no implementation with a time matches 'none'"):
+    with pytest.raises(ValueError, match="'none'"):
         add_results.added(data, old, "", "none", commit="def")
 
 
@@ -312,7 +310,7 @@ def test_a_list_of_times_needs_the_machine_and_the_day() -> None:
     data = [{"shape": "W8A8", "scheme": "cpu", "peer": "torch", "M": 1, "ms": 1.5}]
     assert add_results.added(data, {}, "CPU", "", **SAID)["run"] == SAID
     assert add_results.added(data, {"run": SAID}, "CPU", "", commit="123")["run"] == SAID | {"commit": "123"}
-    with pytest.raises(ValueError, match="says nothing of hardware, software: give --hardware --software"):
+    with pytest.raises(ValueError, match="--hardware --software"):
         add_results.added(data, {}, "CPU", "", commit="def", date="2026-12-01")
 
 
@@ -334,5 +332,5 @@ def test_host_times_of_several_schemes_become_columns_of_one_run() -> None:
     assert run["implementations"] == {"ours": "replay", "default": "default"}
     assert {result["column"] for result in run["results"]} == {"a fp8_block", "a mxfp4"}
     assert results_document.ratios(run, "default") == {1: [2.0, 2.0]}
-    with pytest.raises(ValueError, match="default has two times for a fp8_block at M = 1"):
+    with pytest.raises(ValueError, match="fp8_block"):
         add_results.added(data, {}, "Host time", "", names, **SAID)

@@ -396,16 +396,16 @@ Format.resolve = lambda self, entries, layer: Layout(layer, *KEYS) if entries["q
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ("", "fails in load: NotImplementedError"),
-        ("Layout.load = lambda self, *a, **k: sys.exit(0)", "fails in load: SystemExit: 0"),
+        ("", "NotImplementedError"),
+        ("Layout.load = lambda self, *a, **k: sys.exit(0)", "SystemExit: 0"),
         (
             "SCHEME = changed(order=lambda *a: 1 / 0)",
-            "the oracle of the scheme 'faulty' does not work: ZeroDivisionError",
+            "'faulty' .*ZeroDivisionError",
         ),
-        ("SCHEME = changed(order=lambda *a: None)", "the oracle of the scheme 'faulty' does not work: TypeError"),
-        ("SCHEME = changed(order=lambda *a: [7])", r"does not work: TypeError: order returned \(7,\), expected"),
-        ("SCHEME = changed(reason_against=lambda *a: sys.exit(0))", "does not work: SystemExit: 0"),
-        ("SCHEME = changed(reason_against=lambda *a: 7)", "does not work: TypeError: reason_against returned 7"),
+        ("SCHEME = changed(order=lambda *a: None)", "'faulty' .*TypeError"),
+        ("SCHEME = changed(order=lambda *a: [7])", r"TypeError: order .*\(7,\)"),
+        ("SCHEME = changed(reason_against=lambda *a: sys.exit(0))", "SystemExit: 0"),
+        ("SCHEME = changed(reason_against=lambda *a: 7)", "reason_against .*7"),
     ],
 )
 def test_a_scheme_that_is_used_and_fails_is_named(

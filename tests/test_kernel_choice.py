@@ -38,9 +38,9 @@ def test_a_library_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_loop_on_the_host_is_no_kernel_of_a_gpu() -> None:
-    with pytest.raises(NoBackendError, match=r"fp8: no kernel fits on sm75: .*triton needs sm89"):
+    with pytest.raises(NoBackendError, match="fp8: .*sm75"):
         select_kernel("fp8", CONFIG, *KEYS, device=DeviceInfo.parse("sm75"))
-    with pytest.raises(NoBackendError, match="fp8: no kernel fits on sm90"):
+    with pytest.raises(NoBackendError, match="fp8: .*sm90"):
         select_kernel("fp8", CONFIG, *KEYS, device="sm90", backend="torch")
     assert select_kernel("fp8", CONFIG, *KEYS, device="cpu").backend == "torch"
     with pytest.raises(BackendRefusedError):

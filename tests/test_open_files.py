@@ -76,7 +76,7 @@ def test_a_tensor_that_is_broken_leaves_no_file_open(folder: Path) -> None:
         sources.append(read_layer(checkpoint))
         for file in folder.glob("*.safetensors"):
             os.utime(file, (1, len(sources)))
-        with pytest.raises(ConfigError.__bases__[0], match="has changed since"):
+        with pytest.raises(ConfigError.__bases__[0], match="changed"):
             sources[-1].weights()
 
     assert opened_by(truncated) == 0

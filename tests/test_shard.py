@@ -155,9 +155,7 @@ def test_a_cut_of_another_layer_is_refused(size: int, key: bool, ranks: int) -> 
     kind = next(kind for kind in all_kinds() if kind.weight_key is not None and kind.activation_key is not None)
     weights = make_weights(config(), kind.weight_key, kind.activation_key, seed=0)
     (cut, *_) = column_cuts(size, kind.weight_key if key else None, kind.activation_key if key else None, ranks)
-    with pytest.raises(
-        ConfigError, match=rf"of {ranks} ranks, expected one of this layer's for tp_size 2: 256 columns"
-    ):
+    with pytest.raises(ConfigError, match=rf"{ranks} ranks.*tp_size"):
         shard_layer(config(), weights, FusedMoEParallelConfig(tp_size=2), cut=cut)
 
 
@@ -166,14 +164,14 @@ def test_what_cannot_be_cut_is_refused() -> None:
     weights = make_weights(whole, None, None, seed=0)
     key = next(kind.weight_key for kind in all_kinds() if kind.scheme == "fp8")
     blocks = make_weights(config(256), key, None, seed=0)
-    with pytest.raises(ConfigError, match="tp_size 5 cannot share an intermediate size of 256: .* of which it has 4"):
+    with pytest.raises(ConfigError, match="tp_size 5 .*256"):
         shard_layer(config(256), blocks, FusedMoEParallelConfig(tp_size=5))
-    with pytest.raises(ConfigError, match="4 experts are too few for ep_size 5"):
+    with pytest.raises(ConfigError, match="4 experts .*ep_size"):
         shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=5, ep_rank=4))
-    with pytest.raises(ConfigError, match=r"experts is \[4\], expected distinct ids within 0..3"):
+    with pytest.raises(ConfigError, match=r"experts .*\[4\]"):
         shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=2), experts=[4])
     part = shard_layer(whole, weights, FusedMoEParallelConfig(ep_size=2))
-    with pytest.raises(ConfigError, match="the layer has 2 of 4 experts, expected a whole one"):
+    with pytest.raises(ConfigError, match="2 of 4 experts"):
         shard_layer(part.config, part.weights, FusedMoEParallelConfig(ep_size=2))
 
 
@@ -181,7 +179,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 def test_a_part_is_not_cut_again(again: dict[str, int]) -> None:
     weights = make_weights(config(), None, None, seed=0)
     part = shard_layer(config(), weights, FusedMoEParallelConfig(tp_size=2, tp_rank=1))
-    with pytest.raises(ConfigError, match="tensor-parallel rank 1's part of 2, 256 columns, expected a whole one"):
+    with pytest.raises(ConfigError, match="256 columns"):
         shard_layer(part.config, part.weights, FusedMoEParallelConfig(**again))
 
 

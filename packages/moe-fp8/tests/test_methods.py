@@ -197,7 +197,7 @@ def test_what_was_converted_is_freed_and_comes_back() -> None:
     layer = made(method, sixteen_bit(CONFIG, 0))
     assert layer.w13_weight.numel() == 0  # type: ignore[operator]
     method.process_weights_after_loading(layer)
-    with pytest.raises(TensorError, match="w13_weight was converted and freed: call create_weights"):
+    with pytest.raises(TensorError, match="w13_weight"):
         load(method, layer, sixteen_bit(CONFIG, 1))
     method.create_weights(layer)
     load(method, layer, sixteen_bit(CONFIG, 1))
@@ -230,9 +230,9 @@ def test_what_was_not_loaded_is_refused_by_name() -> None:
         fresh = nn.Module()
         method.create_weights(fresh)
         getattr(layer, missing).data[2] = getattr(fresh, missing).data[2]
-        with pytest.raises(TensorError, match=f"{missing} of expert 2 was not loaded, or holds NaN"):
+        with pytest.raises(TensorError, match=f"{missing} .*2"):
             method.process_weights_after_loading(layer)
-        with pytest.raises(ConfigError, match="no kernel yet"):
+        with pytest.raises(ConfigError, match="kernel"):
             method.apply(layer, states(CONFIG), **tokens(CONFIG))
 
 
@@ -258,9 +258,9 @@ def test_the_key_says_mxfp8() -> None:
     config = CONFIG
     selection = select_mxfp8_moe_backend(config, device="cpu")
     assert (selection.weight_key, selection.activation_key) == (kMxfp8Static, kMxfp8Dynamic)
-    with pytest.raises(ConfigError, match="MXFP8 weights are kMxfp8Static .*, asked for kFp8Static128BlockSym"):
+    with pytest.raises(ConfigError, match="kMxfp8Static .*kFp8Static128BlockSym"):
         select_mxfp8_moe_backend(config, weight_key=kFp8Static128BlockSym, device="cpu")
-    with pytest.raises(SelectionError, match="no backend takes"):
+    with pytest.raises(SelectionError, match="backend"):
         select_mxfp8_moe_backend(config, activation_key=kFp8Dynamic128Sym, device="cpu")
     # bytes are exponents of MXFP8 or they are refused: nothing has to be set beforehand, and nothing is guessed
     bytes_, floats = torch.full((4, 192, 2), 120, dtype=torch.uint8), torch.ones(4, 192, 2)
@@ -269,13 +269,13 @@ def test_the_key_says_mxfp8() -> None:
             w1_scale=bytes_, w2_scale=bytes_, block_shape=(1, 32), weight_only=weight_only
         )
         assert made.weight_key == kMxfp8Static
-        with pytest.raises(ConfigError, match="block_shape is missing"):
+        with pytest.raises(ConfigError, match="block_shape"):
             moe_fp8.make_fp8_moe_quant_config(w1_scale=bytes_, w2_scale=bytes_, weight_only=weight_only)
-        with pytest.raises(ConfigError, match="is MXFP8 and needs uint8"):
+        with pytest.raises(ConfigError, match="uint8"):
             moe_fp8.make_fp8_moe_quant_config(
                 w1_scale=floats, w2_scale=floats, block_shape=(1, 32), weight_only=weight_only
             )
-    with pytest.raises(ConfigError, match="w1_scale has dtype torch.float32, expected torch.uint8"):
+    with pytest.raises(ConfigError, match="w1_scale .*torch.float32"):
         moe_fp8.make_fp8_moe_quant_config(w1_scale=floats, w2_scale=floats, weight_key=kMxfp8Static)
 
 
@@ -329,10 +329,10 @@ def test_modular_and_monolithic_dispatch_are_kept_apart() -> None:
     layer = made(method, mxfp8(CONFIG, 0))
     assert not method.is_monolithic
     logits = torch.randn(7, 4)
-    with pytest.raises(ConfigError, match="does not route: call apply"):
+    with pytest.raises(ConfigError, match="call apply"):
         method.apply_monolithic(layer, states(CONFIG), router_logits=logits)
     # the same method around a kernel that routes
     experts = MonolithicToyExperts(CONFIG, weight_key=None, activation_key=None)
     method.kernel = FusedMoEKernel(experts, experts.convert(sixteen_bit(CONFIG, 0)))
-    with pytest.raises(ConfigError, match="routes by itself: call apply_monolithic"):
+    with pytest.raises(ConfigError, match="apply_monolithic"):
         method.apply(layer, states(CONFIG), **tokens(CONFIG))

@@ -47,11 +47,11 @@ def test_by_name_and_as_the_checkpoint_says(folder: Path) -> None:
 
 
 def test_what_cannot_be_had_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="have scales from a checkpoint, this one has those of 16-bit activations"):
+    with pytest.raises(ConfigError, match="activation"):
         mc.load_layer(folder, device="cpu", activation_key=kFp8StaticTensorSym)
-    with pytest.raises(ConfigError, match="unknown quant key 'fp8'"):
+    with pytest.raises(ConfigError, match="'fp8'"):
         mc.load_layer(folder, device="cpu", activation_key="fp8")
-    with pytest.raises(SelectionError, match="does not take activations"):
+    with pytest.raises(SelectionError, match="activations"):
         mc.load_layer(folder, device="cpu", activation_key=kMxfp8Dynamic, backend="marlin")
     with pytest.raises(ConfigError, match="asked for"):
         mc.load_layer(folder, device="cpu", activation_key=replace(kFp8DynamicTokenSym, permuted=True))

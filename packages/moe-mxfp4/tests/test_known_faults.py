@@ -135,7 +135,7 @@ def test_a_named_backend_holds_for_checkpoints_of_other_tools(tmp_path: Path, ba
     if backend == "torch":
         assert mc.load_layer(path, device="cpu", backend=backend).selection.backend == backend
         return
-    with pytest.raises(SelectionError, match=f"backend '{backend}' does not fit, and is never replaced"):
+    with pytest.raises(SelectionError, match=f"backend '{backend}'"):
         mc.load_layer(path, device="cpu", backend=backend)
 
 
@@ -168,7 +168,7 @@ def test_a_named_backend_is_resolved_to_a_variant_that_runs(backend: str, device
 
     possible = [key for key in (None, *ACTIVATIONS) if fits(key)]
     if not possible:
-        with pytest.raises(SelectionError, match="is never replaced"):
+        with pytest.raises(SelectionError, match="never replaced"):
             select_mxfp4_moe_backend(config, moe_backend=backend, device=device, environment=EVERYTHING)
         return
     found = select_mxfp4_moe_backend(config, moe_backend=backend, device=device, environment=EVERYTHING)
@@ -186,5 +186,5 @@ def test_flashinfer_cutlass_is_what_the_device_has() -> None:
 
 @pytest.mark.parametrize("weight_key", [kFp8StaticChannelSym, kInt4Static32, None], ids=str)
 def test_the_scheme_refuses_other_weights(weight_key: QuantKey | None) -> None:
-    with pytest.raises(ConfigError, match="the mxfp4 scheme reads"):
+    with pytest.raises(ConfigError, match="mxfp4"):
         Oracle(SCHEME).select(BASE, weight_key=weight_key, activation_key=None, device="sm90")

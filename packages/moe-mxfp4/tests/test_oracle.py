@@ -101,9 +101,9 @@ def test_activations_that_were_asked_for_are_never_replaced(device, activation_k
 
 def test_a_named_backend_without_the_activations_asked_for_is_refused():
     for device, activation_key in (("sm90", kMxfp8Dynamic), ("sm100", None), ("sm100", kFp8DynamicTokenSym)):
-        with pytest.raises(SelectionError, match=r"'flashinfer_cutlass' does not fit, and is never replaced"):
+        with pytest.raises(SelectionError, match="'flashinfer_cutlass'"):
             select(device, moe_backend=CUTLASS, activation_key=activation_key)
-    with pytest.raises(SelectionError, match="does not take activations quantised as kMxfp8Dynamic"):
+    with pytest.raises(SelectionError, match="kMxfp8Dynamic"):
         select("sm90", moe_backend="triton_kernels", activation_key=kMxfp8Dynamic)
 
 
@@ -113,7 +113,7 @@ def test_a_backend_that_no_variant_helps_is_refused_with_its_reasons():
     text = str(caught.value)
     assert "needs sm90, device is" in text
     assert "needs sm100 to sm109, device is" in text
-    with pytest.raises(SelectionError, match="needs flashinfer-python, which is not installed"):
+    with pytest.raises(SelectionError, match="flashinfer-python"):
         select("sm100", moe_backend=CUTLASS, environment=NOTHING)
 
 
@@ -180,13 +180,13 @@ def test_libraries_are_of_the_devices_that_they_say():
 @pytest.mark.parametrize(
     ("weight_key", "activation_key", "message"),
     [
-        (None, None, "reads kMxfp4Static .*, asked for 16-bit weights"),
-        (kMxfp8Static, kMxfp8Dynamic, "asked for kMxfp8Static"),
+        (None, None, "kMxfp4Static .*16-bit"),
+        (kMxfp8Static, kMxfp8Dynamic, "kMxfp8Static"),
         (replace(kMxfp4Static, permuted=True), None, "activation order"),
         (
             kMxfp4Static,
             kInt8DynamicTokenSym,
-            "multiplies with 16-bit activations or .*; asked for kInt8DynamicTokenSym",
+            "kInt8DynamicTokenSym",
         ),
     ],
 )
@@ -196,9 +196,9 @@ def test_what_the_scheme_does_not_mean(weight_key, activation_key, message):
 
 
 def test_a_named_backend_is_never_replaced():
-    with pytest.raises(SelectionError, match=r"'flashinfer_trtllm' does not fit, and is never replaced: .*sm100"):
+    with pytest.raises(SelectionError, match="'flashinfer_trtllm' .*sm100"):
         select("sm90", moe_backend="flashinfer_trtllm")
-    with pytest.raises(ConfigError, match=r"mxfp4 has no backend 'none'; installed: auto, .*torch"):
+    with pytest.raises(ConfigError, match="backend 'none'"):
         select("cpu", moe_backend="none")
 
 
@@ -239,7 +239,7 @@ def test_the_quant_config_describes_canonical_weights():
     assert (quant.weight_key, quant.activation_key) == (kMxfp4Static, kFp8StaticTensorSym)
     assert quant.w1_scale is weights.w13_scale
     assert quant.w2_bias is weights.w2_bias
-    with pytest.raises(ConfigError, match="a1_scale is missing, but the activation key kFp8StaticTensorSym"):
+    with pytest.raises(ConfigError, match="a1_scale"):
         make_mxfp4_moe_quant_config(
             w1_scale=weights.w13_scale, w2_scale=weights.w2_scale, activation_key=kFp8StaticTensorSym
         )
@@ -250,7 +250,7 @@ def test_tensors_that_do_not_fit_are_named():
     tensors = dict(make_weights(CONFIG, kMxfp4Static, None, seed=0).tensors())
     with pytest.raises(TensorError, match=r"w2_scale"):
         convert_to_mxfp4_moe_kernel_format(selection, **tensors | {"w2_scale": tensors["w2_scale"].float()})
-    with pytest.raises(TensorError, match=r"w13_bias is given, but config.has_bias=False"):
+    with pytest.raises(TensorError, match="w13_bias .*has_bias"):
         convert_to_mxfp4_moe_kernel_format(
             selection, **tensors, w13_bias=torch.zeros(8, 256), w2_bias=torch.zeros(8, 256)
         )
@@ -273,7 +273,7 @@ def test_sizes_inside_are_stated(backend, sizes):
 
 
 def test_sizes_and_backends_that_are_none_are_refused():
-    with pytest.raises(ConfigError, match="sizes are positive, got hidden_size 0"):
+    with pytest.raises(ConfigError, match="hidden_size 0"):
         mxfp4_round_up_hidden_size_and_intermediate_size("torch", 0, 64)
-    with pytest.raises(ConfigError, match="mxfp4 has no backend 'emulation'; installed: .*flashinfer_trtllm"):
+    with pytest.raises(ConfigError, match="backend 'emulation'.*flashinfer_trtllm"):
         mxfp4_round_up_hidden_size_and_intermediate_size("emulation", 64, 64)

@@ -327,9 +327,9 @@ def test_kernels_of_gpus_read_the_codes_where_they_lie(
 
 def test_a_gpu_without_such_a_kernel_is_left_to_sglang() -> None:
     row = ("use_int8_w8a16", "channel")
-    with pytest.raises(MoEError, match="int8: triton lays weights out anew, for which SGLang has left no memory"):
+    with pytest.raises(MoEError, match="int8: triton"):
         fused.choose(KINDS[row], config(), weights_of(row, False, config()), DeviceInfo.parse("h200"))
-    with pytest.raises(MoEError, match="no kernel fits on sm75"):
+    with pytest.raises(MoEError, match="sm75"):
         fused.choose(KINDS[BLOCK], config(), weights_of(BLOCK, False, config()), DeviceInfo.parse("sm75"))
 
 

@@ -120,7 +120,7 @@ def test_a_switch_that_says_nothing_known_is_an_error(
     afresh: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_SGLANG", "fp9")
-    with pytest.raises(ConfigError, match="MOE_SGLANG='fp9' names 'fp9'"):
+    with pytest.raises(ConfigError, match="MOE_SGLANG='fp9'"):
         moe_sglang.register()
     assert not afresh
 

@@ -132,7 +132,7 @@ def test_ids_of_no_expert_select_nothing(layer: mc.FusedMoELayer, call: tuple[Te
 
 def test_gradients_are_refused(layer: mc.FusedMoELayer, call: tuple[Tensor, Tensor, Tensor]) -> None:
     x, ids, weights = call
-    with pytest.raises(mc.TensorError, match="hidden_states requires grad, and the experts are for inference only"):
+    with pytest.raises(mc.TensorError, match="hidden_states"):
         MoeCoreExperts(layer)(x.requires_grad_(), ids, weights)
 
 

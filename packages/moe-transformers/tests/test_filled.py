@@ -74,44 +74,44 @@ class TestRefused:
 
     def test_soft_caps(self, module: nn.Module) -> None:
         module.gate_softcap = 10.0
-        with pytest.raises(ConfigError, match=r"layers\.0\.experts \(\w+\) computes with gate_softcap, which"):
+        with pytest.raises(ConfigError, match=r"layers\.0\.experts .*gate_softcap"):
             self.fill(module)
 
     def test_a_function_of_no_name(self, module: nn.Module) -> None:
         module.act_fn = nn.Softsign()
-        with pytest.raises(ConfigError, match=r"computes Softsign, which is no activation of moe-core: silu, gelu"):
+        with pytest.raises(ConfigError, match="Softsign"):
             self.fill(module)
 
     def test_a_limit_that_only_the_code_knows(self, module: nn.Module) -> None:
         module._apply_gate = lambda x: module.act_fn(x.chunk(2, -1)[0].clamp(max=9.0)) * x.chunk(2, -1)[1]
-        with pytest.raises(ConfigError, match="which is no activation of moe-core"):
+        with pytest.raises(ConfigError, match="activation"):
             self.fill(module)
 
     def test_code_that_fails(self, module: nn.Module) -> None:
         module.act_fn = nn.Linear(3, 3)
-        with pytest.raises(ConfigError, match=r"act_fn\.weight, which no projection has"):
+        with pytest.raises(ConfigError, match=r"act_fn\.weight"):
             self.fill(module)
         module.act_fn = nn.Unflatten(1, (5, -1))
-        with pytest.raises(ConfigError, match=r"the activation function of layers\.0\.experts cannot be called: "):
+        with pytest.raises(ConfigError, match=r"layers\.0\.experts"):
             self.fill(module)
 
     def test_tensors_that_would_be_lost(self, module: nn.Module) -> None:
         module.register_parameter("norm", nn.Parameter(torch.ones(3)))
-        with pytest.raises(ConfigError, match=r"layers\.0\.experts has norm, which no projection has"):
+        with pytest.raises(ConfigError, match=r"layers\.0\.experts .*norm"):
             self.fill(module)
 
     def test_tensors_that_are_not_here(self, module: nn.Module) -> None:
-        with pytest.raises(ConfigError, match=r"gate_up_proj of layers\.0\.experts is offloaded, or was not loaded"):
+        with pytest.raises(ConfigError, match=r"gate_up_proj .*layers\.0\.experts"):
             self.fill(module.to("meta"))
 
     def test_packed_fp4(self, module: nn.Module) -> None:
         module.down_proj = nn.Parameter(torch.zeros(E, 32, 12, dtype=torch.int8), requires_grad=False)
-        with pytest.raises(ConfigError, match="holds FP4 experts packed by two"):
+        with pytest.raises(ConfigError, match="FP4"):
             self.fill(module)
 
     def test_a_configuration_that_does_not_count(self, module: nn.Module) -> None:
         module.config = object()
-        with pytest.raises(ConfigError, match="does not say how many experts a token has: give top_k="):
+        with pytest.raises(ConfigError, match="top_k="):
             top_k_of(module, "layers.0.experts")
 
 

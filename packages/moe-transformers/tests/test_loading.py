@@ -316,7 +316,7 @@ def test_experts_that_no_backend_takes(folder: Path, tmp_path: Path, reads: Coun
         config["quantization_config"]["weight_block_size"] = [48, 80]
 
     other = edited(folder, tmp_path / "narrow", narrow)
-    with pytest.raises(RefusedError, match=r"Outside of .* transformers runs such experts on GPUs from sm89"):
+    with pytest.raises(RefusedError, match="sm89"):
         load(other)
     assert not big(reads)
 
@@ -326,7 +326,7 @@ def test_experts_that_are_missing(folder: Path, tmp_path: Path, reads: Counter[s
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts.5." not in name}
     save_file(kept, tmp_path / "short" / "model.safetensors")
-    with pytest.raises(RefusedError, match="expert 5 is missing"):
+    with pytest.raises(RefusedError, match="expert 5 "):
         load(tmp_path / "short")
     assert not big(reads)
 
@@ -345,9 +345,7 @@ def test_a_scheme_that_is_not_known() -> None:
 def test_a_config_of_another_size(folder: Path, reads: Counter[str]) -> None:
     config = tiny_causal_model("qwen3_moe", moe_intermediate_size=32).config
     config.quantization_config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    with pytest.raises(
-        RefusedError, match=r"model\.layers\.0\.mlp\.experts .* load the model with the checkpoint's own"
-    ):
+    with pytest.raises(RefusedError, match=r"model\.layers\.0\.mlp\.experts"):
         load(folder, config=config)
     assert not big(reads)
 
@@ -355,20 +353,20 @@ def test_a_config_of_another_size(folder: Path, reads: Counter[str]) -> None:
 def test_a_config_of_another_activation(folder: Path, reads: Counter[str]) -> None:
     config = tiny_causal_model("qwen3_moe", hidden_act="gelu").config
     config.quantization_config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    with pytest.raises(RefusedError, match=r"layers\.0\.mlp\.experts .* does not compute silu, which the checkpoint's"):
+    with pytest.raises(RefusedError, match=r"layers\.0\.mlp\.experts"):
         load(folder, config=config)
     assert not big(reads)
 
 
 def test_arguments_that_do_not_go_with_it(folder: Path) -> None:
-    with pytest.raises(mc.ConfigError, match="quantization_config is given within"):
+    with pytest.raises(mc.ConfigError, match="quantization_config"):
         load(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
     config = AutoConfig.from_pretrained(folder)
     config.distributed_config = {"tp_size": 2, "ep_size": 2}
-    with pytest.raises(mc.ConfigError, match="has ep_size, which experts of moe-core do not follow"):
+    with pytest.raises(mc.ConfigError, match="ep_size"):
         load(folder, config=config)
     config = AutoConfig.from_pretrained(folder)
-    with moe_transformers.loading(), pytest.raises(mc.ConfigError, match="experts are read from a checkpoint's files"):
+    with moe_transformers.loading(), pytest.raises(mc.ConfigError, match="checkpoint"):
         Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict={})
 
 
@@ -389,7 +387,7 @@ def test_experts_that_compute_something_else_are_refused_by_name() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"experts": Normed()})])})
     (block,) = blocks(model)
     assert (block.name, block.index) == ("layers.0.experts", 0)
-    with pytest.raises(mc.ConfigError, match=r"layers\.0\.experts \(Normed\) computes with a norm after each expert"):
+    with pytest.raises(mc.ConfigError, match=r"layers\.0\.experts .*Normed"):
         block.check(config)
     soft = model["layers"][0]["experts"]
     soft.has_post_expert_norm = False
@@ -465,7 +463,7 @@ def test_layers_that_the_model_lacks_are_not_looked_at(
 
 def test_experts_are_not_quantised_twice(folder: Path, reads: Counter[str]) -> None:
     with moe_transformers.loading(quantize="fp8_per_channel"):
-        with pytest.raises(RefusedError, match="fp8_per_channel quantises 16-bit experts, but those of .* are not"):
+        with pytest.raises(RefusedError, match="fp8_per_channel"):
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert not [name for name in reads if ".experts." in name]
 

@@ -57,16 +57,14 @@ def test_two_ranks(tmp_path: Path, device: str, hidden: int, inter: int) -> None
 
 @pytest.mark.parametrize("name", ["ep_size", "fsdp_size", "pp_size", "dp_replicate_size"])
 def test_other_ways_of_sharing_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"distributed_config has {name}, which experts of moe-core do not follow"):
+    with pytest.raises(ConfigError, match=f"distributed_config .*{name}"):
         groups_of({"tp_size": 2, name: 2}, None)
     assert groups_of({"tp_size": 1, name: 1}, None) is None
 
 
 def test_groups_that_share_results_out_are_refused() -> None:
     parallel = FusedMoEParallelConfig(tp_size=2, all2all_backend="reduce_scatter")
-    with pytest.raises(
-        ConfigError, match="the groups have all2all_backend 'reduce_scatter', which gives each rank a part"
-    ):
+    with pytest.raises(ConfigError, match="all2all_backend 'reduce_scatter'"):
         groups_of(None, cast(ParallelGroups, SimpleNamespace(parallel=parallel)))
 
 
@@ -75,7 +73,7 @@ def test_rules_of_plans_are_for_all_layers() -> None:
     rules = {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.experts.down_proj": "rowwise"}
     model._tp_plan = {"lm_head": "colwise", **rules}  # type: ignore[assignment]
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
-    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts has experts in 16 bits, which transformers runs"):
+    with pytest.raises(ConfigError, match="layers.1.mlp.experts"):
         leave_to_moe_core(model, names[:1], names)
     leave_to_moe_core(model, names, names)
     assert model._tp_plan == {"lm_head": "colwise"}

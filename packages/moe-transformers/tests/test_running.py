@@ -83,7 +83,7 @@ def test_hidden_states_in_16_bits(model: PreTrainedModel, folder: Path) -> None:
 
 
 def test_gradients_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(mc.TensorError, match=r"hidden_states requires grad, .* call them under torch\.no_grad\(\)"):
+    with pytest.raises(mc.TensorError, match=r"hidden_states .*torch\.no_grad\(\)"):
         model(tokens())
     assert not model.hf_quantizer.is_trainable
 
@@ -91,7 +91,7 @@ def test_gradients_are_refused(model: PreTrainedModel) -> None:
 def test_saving_is_refused(model: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
     # the model inside, and one that was unpickled, are refused too
     for one in (model, model.model, copy.deepcopy(model)):
-        with pytest.raises(mc.ConfigError, match=f"is not written: .* Keep the checkpoint that it came from, {folder}"):
+        with pytest.raises(mc.ConfigError, match=f"written: .*{folder}"):
             one.save_pretrained(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
     with pytest.warns(mc.ExpertsLeftOutWarning) as told:
@@ -178,11 +178,11 @@ def test_experts_apart_from_the_gpu_are_refused(folder: Path) -> None:
     plan = Plan.of(model, folder, moe_transformers.options.Options(), torch.bfloat16)
     names = [layer.block.name for layer in plan.layers]
     assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    with pytest.raises(mc.ConfigError, match=r"puts model\.layers\.1\.mlp\.experts on cpu, .*max_memory"):
+    with pytest.raises(mc.ConfigError, match=r"model\.layers\.1\.mlp\.experts .*max_memory"):
         plan.place({"model.layers.0": "cuda:0", "model.layers.1": "cpu", "": "cuda:0"})
     # nor where there are no others that run
     for everything in ("disk", torch.device("meta")):
-        with pytest.raises(mc.ConfigError, match=r"puts model\.layers\.0\.mlp\.experts on disk"):
+        with pytest.raises(mc.ConfigError, match=r"model\.layers\.0\.mlp\.experts .*disk"):
             plan.place({"": everything})
 
 

@@ -176,7 +176,7 @@ def test_biases_for_which_a_module_has_no_place(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     biases = {f"{n[: -len('weight')]}bias": t[:, 0].clone() for n, t in tensors.items() if ".experts." in n}
     save_file(tensors | biases, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RefusedError, match=r"mlp\.experts .* has no biases"):
+    with pytest.raises(RefusedError, match=r"mlp\.experts .*bias"):
         load(type(tiny_model("qwen3_moe")), folder)
 
 
@@ -240,7 +240,7 @@ def test_a_stack_that_the_checkpoint_lacks_beside_quantized_experts(tmp_path: Pa
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = torch.ones(tensors[name].shape[0], 1, tensors[name].shape[-1])
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RefusedError, match="does not call its experts with the router's choice"):
+    with pytest.raises(RefusedError, match="router"):
         load(AutoModelForCausalLM, tmp_path)
 
 

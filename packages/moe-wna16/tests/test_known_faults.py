@@ -129,9 +129,9 @@ def test_zero_points_of_symmetric_weights_are_refused() -> None:
     assert weights.w13_scale is not None
     assert weights.w2_scale is not None
     stored = torch.full_like(weights.w13_scale, 7, dtype=torch.int32)
-    with pytest.raises(TensorError, match="w13_zero_point is given, the weight key is kInt4Static"):
+    with pytest.raises(TensorError, match="w13_zero_point .*kInt4Static"):
         moe_wna16.convert_to_wna16_moe_kernel_format(selection, **given, w13_zero_point=stored)
-    with pytest.raises(ConfigError, match="w1_zp is given, but the weight key kInt4Static .* is symmetric"):
+    with pytest.raises(ConfigError, match="w1_zp"):
         moe_wna16.make_wna16_moe_quant_config(
             weight_key=kInt4Static, w1_scale=weights.w13_scale, w2_scale=weights.w2_scale, w1_zp=stored
         )

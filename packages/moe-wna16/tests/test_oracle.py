@@ -84,25 +84,25 @@ def test_the_default_is_int4_in_groups_of_128() -> None:
 
 def test_a_named_backend_is_never_replaced() -> None:
     key = kInt4Static.with_group(1, 96)
-    with pytest.raises(SelectionError, match=r"'torch' does not fit, and is never replaced: .*does not read"):
+    with pytest.raises(SelectionError, match="'torch'.*replaced"):
         select_wna16_moe_backend(CONFIG, weight_key=key, moe_backend=WNA16MoEBackend.TORCH, device="cpu")
-    with pytest.raises(ConfigError, match=r"wna16 has no backend 'none'; installed: auto, .*torch"):
+    with pytest.raises(ConfigError, match="backend 'none'"):
         select_wna16_moe_backend(CONFIG, moe_backend="none", device="cpu")
 
 
 @pytest.mark.parametrize(
     ("weight_key", "activation_key", "message"),
     [
-        (None, None, "in groups of a row's columns, asked for 16-bit weights"),
-        (kInt8StaticChannelSym, None, "unsigned 4- or 8-bit codes .*, asked for kInt8StaticChannelSym"),
-        (kInt4W4A8StaticGroup128Sym, None, "asked for kInt4W4A8StaticGroup128Sym"),
-        (kInt4Static.with_group(128, 128), None, "in groups of a row's columns"),
-        (replace(kInt4Static, symmetric=False), None, "codes of uint4b8 have no zero points"),
-        (replace(kInt8StaticAsym, symmetric=True), None, "codes of uint8 need zero points"),
-        (kInt4Static, kInt8DynamicTokenSym, "multiplies with 16-bit activations, .* with kInt8DynamicTokenSym"),
+        (None, None, "16-bit weights"),
+        (kInt8StaticChannelSym, None, "kInt8StaticChannelSym"),
+        (kInt4W4A8StaticGroup128Sym, None, "kInt4W4A8StaticGroup128Sym"),
+        (kInt4Static.with_group(128, 128), None, "groups"),
+        (replace(kInt4Static, symmetric=False), None, "uint4b8"),
+        (replace(kInt8StaticAsym, symmetric=True), None, "uint8"),
+        (kInt4Static, kInt8DynamicTokenSym, "kInt8DynamicTokenSym"),
         (kInt4Static, kFp8Dynamic128Sym, "with kFp8Dynamic128Sym"),
-        (kInt4StaticAsym, kFp8DynamicTokenSym, "symmetric int4 weights with kFp8DynamicTokenSym"),
-        (kInt8Static, kFp8DynamicTokenSym, "asked for kInt8Static"),
+        (kInt4StaticAsym, kFp8DynamicTokenSym, "kFp8DynamicTokenSym"),
+        (kInt8Static, kFp8DynamicTokenSym, "kInt8Static"),
     ],
 )
 def test_what_the_scheme_does_not_mean(
@@ -222,26 +222,26 @@ def test_tensors_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("key", "changes", "message"),
     [
-        (kInt4Static32, {"w1_scale": last}, "w1_scale has 7 groups, expected 8: of 32 columns of 256, as w2_scale"),
+        (kInt4Static32, {"w1_scale": last}, "w1_scale .*7"),
         (
             kInt4Static32,
             {"w2_scale": lambda t: t[..., :2]},
-            "w2_scale has 2 groups, expected 4 or 8: of 32 columns, as w1_scale has 256 rows",
+            "w2_scale .*2",
         ),
-        (kInt4Static, {"w2_scale": lambda t: t[:7]}, r"w2_scale has shape \[7, 256, 1\], expected \[8, K, G\]"),
-        (kInt4StaticAsym, {"w2_zp": lambda t: t[:, 1:]}, r"w2_zp has shape \[8, 255, 1\], expected \[8, 256, 1\]"),
-        (kInt4StaticAsym, {"w1_zp": torch.Tensor.float}, "w1_zp has dtype torch.float32, expected torch.uint8 or"),
-        (PERMUTED, {"w1_g_idx": torch.Tensor.long}, "w1_g_idx has dtype torch.int64, expected torch.int32"),
-        (PERMUTED, {"w2_g_idx": lambda t: t[0]}, r"w2_g_idx has shape \[128\], expected \[8, K\]"),
-        (PRE_SCALED, {"w1_pre_scale": torch.Tensor.half}, "w1_pre_scale has dtype torch.float16, expected torch.float"),
+        (kInt4Static, {"w2_scale": lambda t: t[:7]}, r"w2_scale .*\[7, 256, 1\]"),
+        (kInt4StaticAsym, {"w2_zp": lambda t: t[:, 1:]}, r"w2_zp .*\[8, 255, 1\]"),
+        (kInt4StaticAsym, {"w1_zp": torch.Tensor.float}, "w1_zp .*torch.float32"),
+        (PERMUTED, {"w1_g_idx": torch.Tensor.long}, "w1_g_idx .*torch.int64"),
+        (PERMUTED, {"w2_g_idx": lambda t: t[0]}, r"w2_g_idx .*\[128\]"),
+        (PRE_SCALED, {"w1_pre_scale": torch.Tensor.half}, "w1_pre_scale .*torch.float16"),
         # contradictions between keys and tensors
-        (kInt4Static, {"w1_scale": torch.Tensor.half}, "w1_scale has dtype torch.float16, expected torch.bfloat16"),
-        (kInt4StaticAsym, {"w2_zp": lambda _: None}, "w2_zp is missing, but the weight key kInt4StaticAsym"),
-        (PERMUTED, {"w2_g_idx": lambda _: None}, "w2_g_idx is missing, but the weight key .* has an activation order"),
-        (PRE_SCALED, {"w2_pre_scale": lambda _: None}, "w2_pre_scale is missing, but .* scales its inputs"),
-        (kInt4Static, {"w1_zp": lambda _: torch.zeros(8)}, "w1_zp is given, but the weight key .* is symmetric"),
-        (kInt4Static, {"w1_g_idx": lambda _: torch.zeros(8)}, "w1_g_idx is given, .* has no activation order"),
-        (kInt4Static, {"w1_pre_scale": lambda _: torch.zeros(8)}, "w1_pre_scale is given, .* leaves inputs as they"),
+        (kInt4Static, {"w1_scale": torch.Tensor.half}, "w1_scale .*torch.float16"),
+        (kInt4StaticAsym, {"w2_zp": lambda _: None}, "w2_zp"),
+        (PERMUTED, {"w2_g_idx": lambda _: None}, "w2_g_idx"),
+        (PRE_SCALED, {"w2_pre_scale": lambda _: None}, "w2_pre_scale"),
+        (kInt4Static, {"w1_zp": lambda _: torch.zeros(8)}, "w1_zp"),
+        (kInt4Static, {"w1_g_idx": lambda _: torch.zeros(8)}, "w1_g_idx"),
+        (kInt4Static, {"w1_pre_scale": lambda _: torch.zeros(8)}, "w1_pre_scale"),
     ],
 )
 def test_a_quant_config_of_tensors_that_do_not_fit(
@@ -257,19 +257,19 @@ def test_a_quant_config_of_tensors_that_do_not_fit(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "weight_key is missing: give it, or num_bits and group_size"),
-        ({"num_bits": 4}, "weight_key is missing"),
-        ({"num_bits": 2, "group_size": 128}, "num_bits must be 4 or 8, got 2"),
-        ({"num_bits": 4, "group_size": 0}, "group_size must be positive or -1, got 0"),
-        ({"num_bits": 4, "group_size": 32}, "w1_scale has 2 groups, expected 8"),
+        ({}, "weight_key"),
+        ({"num_bits": 4}, "weight_key"),
+        ({"num_bits": 2, "group_size": 128}, "num_bits .*2"),
+        ({"num_bits": 4, "group_size": 0}, "group_size .*0"),
+        ({"num_bits": 4, "group_size": 32}, "w1_scale .*2"),
         (
             {"num_bits": 4, "group_size": 128, "activation_key": kFp8DynamicTokenSym},
-            "activation_key is .*, but weight_key is missing",
+            "activation_key",
         ),
-        ({"weight_key": kInt4Static, "num_bits": 4}, "leave out num_bits and group_size"),
+        ({"weight_key": kInt4Static, "num_bits": 4}, "num_bits.* group_size"),
         (
             {"num_bits": 4, "group_size": 128, "w2_zp": torch.zeros(8, 256, 1, dtype=torch.uint8)},
-            "w2_zp is given, but the weight key",
+            "w2_zp",
         ),
     ],
 )

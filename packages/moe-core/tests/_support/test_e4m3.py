@@ -37,5 +37,5 @@ def test_what_the_table_can_not_read_is_converted(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_e4m3, "_pairs", no_table)
     decode_e4m3(odd)
-    with pytest.raises(AssertionError, match="the table was read"):
+    with pytest.raises(AssertionError, match="table"):
         decode_e4m3(codes)

@@ -54,7 +54,7 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: Callable[[Path], None
         checkpoint.tensor("a")
     change(file)
     for read in (lambda: checkpoint.tensor("a"), lambda: checkpoint.part("a", 7)):
-        with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors has changed since it was opened"):
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors"):
             read()
     assert torch.equal(checkpoint.tensor("b"), torch.ones(SIZE))
 
@@ -68,7 +68,7 @@ def test_a_replaced_file_is_refused_or_read_as_it_was(tmp_path: Path) -> None:
         os.utime(other, ns=(0, 0))
         os.replace(other, checkpoint._files[name])
     assert torch.equal(checkpoint.tensor("b"), torch.ones(SIZE))
-    with pytest.raises(CheckpointError, match="has changed since it was opened: it was written to or replaced"):
+    with pytest.raises(CheckpointError, match="has changed"):
         checkpoint.tensor("a")
 
 
@@ -76,7 +76,7 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(SIZE)}, shards=1))
     file = tmp_path / "model-00001-of-00001.safetensors"
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"safetensors can't be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"\.safetensors"):
         checkpoint.tensor("a")
 
 
@@ -90,7 +90,7 @@ def test_reads_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_p
     assert file.read(250, 6) == bytes(range(250, 256))
     assert file.read(3, 2) == b"\x03\x04"
     assert file.read(256, 0) == b""
-    with pytest.raises(CheckpointError, match="is truncated: 8 bytes were expected at 250, 6 are there"):
+    with pytest.raises(CheckpointError, match="truncated: .* 250"):
         file.read(250, 8)
 
 
@@ -130,7 +130,7 @@ def test_neighbours_are_read_at_once(
     if most is None:
         # a gap that is read takes a buffer
         assert calls == {(1024, 2): [3, 2], (1024, 3): [6], (2, 2): [2, 1, 2], (2, 3): [2, 2, 2]}[together, gap]
-    with pytest.raises(CheckpointError, match=r"is truncated: . bytes were expected at 9., . are there"):
+    with pytest.raises(CheckpointError, match=r"truncated: .* 9\d"):
         file.read_all([(memoryview(bytearray(3)), 96), (memoryview(bytearray(4)), 99)])
 
 
@@ -140,5 +140,5 @@ def test_a_pipe_that_takes_the_place_of_a_file(tmp_path: Path) -> None:
     state = FileState.of(file)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(CheckpointError, match="f is not a regular file"):
+    with pytest.raises(CheckpointError, match="regular file"):
         OpenFile(file, state)

@@ -40,7 +40,7 @@ def test_larger_than_any_real_file(tmp_path: Path, file: str, limit: int) -> Non
     with (tmp_path / file).open("wb") as out:
         out.truncate(limit + 1)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=rf"{file} has {limit + 1} bytes, expected at most {limit}"):
+    with pytest.raises(CheckpointError, match=rf"{file} .*\b{limit}"):
         Checkpoint.open(tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

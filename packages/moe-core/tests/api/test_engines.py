@@ -37,7 +37,7 @@ def test_the_switch(text: str | None, schemes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["fp9", "of", "fp8,", "off,fp8"])
 def test_a_switch_that_says_nothing_known_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"MOE_ENGINE='.*' names '.*expected on, off, or some of fp8,int8,wna16"):
+    with pytest.raises(ConfigError, match=r"MOE_ENGINE='.*fp8,int8,wna16"):
         ENGINE.switched_on({"MOE_ENGINE": text})
 
 
@@ -131,8 +131,8 @@ def test_an_engine_that_lacks_what_is_needed_is_left_alone(
 
 def test_an_error_of_the_package_is_not_the_engines(installed: dict[str, str]) -> None:
     installed["an-engine"] = "0.5.23"
-    with pytest.raises(ConfigError, match="of its own"):
-        ENGINE.start(LOGGER, lambda schemes: (_ for _ in ()).throw(ConfigError("of its own")))
+    with pytest.raises(ConfigError, match="another"):
+        ENGINE.start(LOGGER, lambda schemes: (_ for _ in ()).throw(ConfigError("another")))
 
 
 @dataclass
@@ -154,9 +154,9 @@ def test_what_an_engine_must_have_is_named() -> None:
     require(Layer, "experts", "whole")
     require(select, "layer", "key")
     require(lambda *arguments, **named: None, "layer")
-    with pytest.raises(EngineChanged, match=rf"^{__name__}.Layer has no size, rank$"):
+    with pytest.raises(EngineChanged, match=f"{__name__}.Layer"):
         require(Layer, "size", "experts", "rank")
-    with pytest.raises(EngineChanged, match=rf"^{__name__}.select takes no config$"):
+    with pytest.raises(EngineChanged, match=f"{__name__}.select"):
         require(select, "config", "key")
 
 

@@ -100,13 +100,13 @@ def test_experts_of_any_kind_of_sequence(tmp_path: Path, x: Tensor, kind: Any) -
 
 @pytest.mark.parametrize("experts", [[1.0, 2], [True], ["1"], [None], [-1], 3])
 def test_experts_that_are_no_ids(tmp_path: Path, experts: Any) -> None:
-    with pytest.raises(ConfigError, match="expected ids within 0..3"):
+    with pytest.raises(ConfigError, match=r"experts .*0\.\.3"):
         load_layer(write(tmp_path, layer_tensors()), device="cpu", experts=experts)
 
 
 def test_assumed_routing_is_warned_of(tmp_path: Path, x: Tensor) -> None:
     folder = write(tmp_path, layer_tensors(), model_type="new")
-    with pytest.warns(CheckpointWarning, match="model_type 'new' is not known"):
+    with pytest.warns(CheckpointWarning, match="model_type 'new'"):
         layer = load_layer(folder, device="cpu", dtype=torch.float32, assume=True)
     assert layer(x).shape == x.shape
 
@@ -114,7 +114,7 @@ def test_assumed_routing_is_warned_of(tmp_path: Path, x: Tensor) -> None:
 def test_unknown_family_is_refused_unless_it_is_described(tmp_path: Path, x: Tensor) -> None:
     folder = write(tmp_path, layer_tensors(), model_type="new")
     for given in ({}, {"routing": "softmax"}, {"activation": "silu"}):
-        with pytest.raises(CheckpointError, match="model_type 'new' is not known: give routing and activation"):
+        with pytest.raises(CheckpointError, match="model_type 'new'"):
             load_layer(folder, device="cpu", **given)
     layer = load_layer(folder, device="cpu", dtype=torch.float32, routing="sigmoid", activation="gelu")
     assert (layer.routing, layer.config.activation) == (RoutingConfig("sigmoid", renormalize=False), MoEActivation.GELU)
@@ -125,13 +125,13 @@ def test_a_layer_without_routing_says_why(tmp_path: Path, x: Tensor) -> None:
     folder = write(tmp_path, layer_tensors(), model_type="phimoe")
     layer = load_layer(folder, device="cpu", dtype=torch.float32)
     for call in (lambda: layer(x), lambda: layer.route(layer.router_logits(x))):
-        with pytest.raises(ConfigError, match="give topk_weights and topk_ids; .*SparseMixer"):
+        with pytest.raises(ConfigError, match="topk_weights .*SparseMixer"):
             call()
     ids = torch.zeros(len(x), 2, dtype=torch.int32)
     ids[:, 1] = 1
     assert layer(x, topk_weights=torch.ones(len(x), 2), topk_ids=ids).shape == x.shape
     left = load_layer(write(tmp_path / "b", layer_tensors()), device="cpu", dtype=torch.float32, routing="per_call")
-    with pytest.raises(ConfigError, match="routing was left to each call"):
+    with pytest.raises(ConfigError, match="routing"):
         left(x)
 
 
@@ -140,7 +140,7 @@ def test_selection_comes_before_the_weights(tmp_path: Path, monkeypatch: pytest.
         pytest.fail("weights were read")
 
     monkeypatch.setattr(PlainLayout, "load", load)
-    with pytest.raises(SelectionError, match="needs sm90 or newer"):
+    with pytest.raises(SelectionError, match="sm90"):
         load_layer(write(tmp_path, layer_tensors()), device="cpu", backend="gpu")
 
 
@@ -164,14 +164,14 @@ def test_an_open_checkpoint_is_taken_too(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path, x: Tensor) -> None:
     folder = write(tmp_path, expert_tensors())
-    with pytest.raises(CheckpointError, match="layer 5 has no MoE"):
+    with pytest.raises(CheckpointError, match="layer 5 "):
         load_layer(folder, layer=5, device="cpu")
     with pytest.raises(ConfigError, match="experts holds 4"):
         load_layer(folder, experts=[E], device="cpu")
     layer = load_layer(folder, device="cpu", dtype=torch.float32)
-    with pytest.raises(TensorError, match="the layer has no router weight"):
+    with pytest.raises(TensorError, match="router_weight"):
         layer(x)
-    with pytest.raises(TensorError, match="topk_ids is missing"):
+    with pytest.raises(TensorError, match="topk_ids"):
         layer(x, topk_weights=torch.ones(6, 2))
 
 
@@ -200,7 +200,7 @@ def test_reload_from_a_folder(tmp_path: Path, x: Tensor) -> None:
     part = load_layer(first, device="cpu", dtype=torch.float32, experts=[3, 0])
     part.reload(second)
     assert torch.equal(part(x), load_layer(second, device="cpu", dtype=torch.float32, experts=[3, 0])(x))
-    with pytest.raises(ConfigError, match="layer= goes with a checkpoint"):
+    with pytest.raises(ConfigError, match="layer="):
         layer.reload(read_layer(Checkpoint.open(second), dtype=torch.float32).weights(), layer=0)
 
 
@@ -232,7 +232,7 @@ def test_reload_takes_the_same_layer_of_another_checkpoint_or_the_one_that_is_na
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_act": "gelu"}, "has activation=MoEActivation.GELU, the layer has"),
+        ({"hidden_act": "gelu"}, "activation=MoEActivation.GELU"),
         ({"num_experts_per_tok": 1}, "top_k=1"),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_layer_is_quantised_at_load_and_again_at_reload(tmp_path: Path) -> Non
     assert layer.weights.w13.data_ptr() == pointer
     by_hand = FusedMoELayer.from_weights("plain", layer.config, new, quantize="int8_rows", copy=True)
     assert torch.equal(by_hand.weights.w2, layer.weights.w2)
-    with pytest.raises(TensorError, match="the new weights are"):
+    with pytest.raises(TensorError, match=r"\bweights\b"):
         by_hand.reload(INT4.quantize(new))
     with pytest.raises(TensorError, match=r"w13 has shape \[4, 32, 31\]"):
         layer.reload(replace(new, w13=new.w13[:, :, 1:]))
@@ -263,10 +263,10 @@ def test_one_canonical_tensor_of_16_bit_experts(tmp_path: Path) -> None:
     )
     assert torch.equal(unquantized_tensor(layer, "w13_bias", config), torch.cat((gate, up), dim=1))
     assert torch.equal(unquantized_tensor(layer, "w2_bias", config), down)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape"):
+    with pytest.raises(CheckpointError, match="gate_proj.weight"):
         unquantized_tensor(layer, "w13", replace(config, intermediate_size=2 * N))
     fp8 = {name: t.to(torch.float8_e4m3fn) for name, t in expert_tensors().items()}
-    with pytest.raises(CheckpointError, match="is not read as 16-bit experts"):
+    with pytest.raises(CheckpointError, match="down_proj.weight"):
         unquantized_tensor(find_layer(Checkpoint.open(folder(tmp_path / "b", fp8))), "w13", config)
 
 
@@ -281,39 +281,39 @@ def test_a_quantiser_of_ones_own(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", expert_tensors())
-    with pytest.raises(ConfigError, match="quantize='fp9' is unknown; installed: int4, int8_rows"):
+    with pytest.raises(ConfigError, match="quantize='fp9'"):
         load_layer(path, quantize="fp9", device="cpu")
-    with pytest.raises(CheckpointError, match=r"weights are BF16.*can be quantised at load.*int4, int8_rows"):
+    with pytest.raises(CheckpointError, match=r"BF16.*int4, int8_rows"):
         load_layer(path, device="cpu")
     fp8 = {name: t.to(torch.float8_e4m3fn) for name, t in expert_tensors().items()}
-    with pytest.raises(CheckpointError, match=r"quantises 16-bit experts, but those of .*down_proj.weight is F8_E4M3"):
+    with pytest.raises(CheckpointError, match=r"down_proj.weight .*F8_E4M3"):
         load_layer(folder(tmp_path / "b", fp8), quantize="int4", device="cpu")
     mixed = {name: t.half() if "up_proj" in name else t for name, t in expert_tensors().items()}
-    with pytest.raises(CheckpointError, match=r"up_proj.weight has dtype float16, expected bfloat16"):
+    with pytest.raises(CheckpointError, match=r"up_proj.weight .*float16"):
         load_layer(folder(tmp_path / "d", mixed), quantize="int4", device="cpu")
     broken = expert_tensors()
     broken["model.layers.0.mlp.experts.2.up_proj.weight"][3, 4] = float("nan")
-    with pytest.raises(CheckpointError, match=r"experts.2.up_proj.weight has 1 NaN or Inf value .*first at \[3, 4\]"):
+    with pytest.raises(CheckpointError, match=r"experts.2.up_proj.weight .*\[3, 4\]"):
         load_layer(folder(tmp_path / "e", broken), quantize="int4", device="cpu")
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \[16, 32\], expected \[16, 48\]"):
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight .*\[16, 32\]"):
         load_layer(folder(tmp_path / "f", expert_tensors(), hidden_size=48), quantize="int4", device="cpu")
-    with pytest.raises(TensorError, match="int8_rows quantises 16-bit weights, these are kInt8StaticChannelSym"):
+    with pytest.raises(TensorError, match="int8_rows .*kInt8StaticChannelSym"):
         INT8.quantize(INT8.quantize(canonical()))
-    with pytest.raises(TensorError, match=r"w13 has shape \[4, 31, 32\], expected 16 rows, or 32 with a gate"):
+    with pytest.raises(TensorError, match=r"w13 .*\[4, 31, 32\]"):
         INT8.quantize(replace(canonical(), w13=canonical().w13[:, 1:]))
-    with pytest.raises(ConfigError, match="come without activation scales"):
+    with pytest.raises(ConfigError, match="kFp8StaticTensorSym"):
         OnlineQuantization("x", "plain", INT8.weight_key, kFp8StaticTensorSym)
 
 
 def test_names_are_the_installations() -> None:
     again, elsewhere = replace(INT8, scheme="other"), replace(INT8, scheme="third")
     registry_of = Registry(points(SCHEME, replace(SCHEME, name="other", online=(again,))))
-    with pytest.warns(PluginWarning, match="'int8_rows' of .* is left out: the name is taken by other too"):
+    with pytest.warns(PluginWarning, match="'int8_rows' .*other"):
         assert "int8_rows" not in registry_of.online_names()
-    with pytest.raises(RegistryError, match="'int8_rows' .* cannot be used: the name is taken by other too"):
+    with pytest.raises(RegistryError, match="'int8_rows' .*other"):
         registry_of.online("int8_rows")
     wrong = Registry(points(replace(SCHEME, online=(elsewhere,))))
-    with pytest.raises(RegistryError, match="weights of the scheme 'third', and 'plain' registers it"):
+    with pytest.raises(RegistryError, match="'third', .*'plain'"):
         wrong.online("int8_rows")
-    with pytest.raises(ConfigError, match="installed: none; a scheme brings them"):
+    with pytest.raises(ConfigError, match="quantize"):
         Registry(points()).online("int8_rows")

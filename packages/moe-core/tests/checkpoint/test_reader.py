@@ -97,7 +97,7 @@ def test_reads_scalars_and_empty_tensors(tmp_path: Path) -> None:
     assert checkpoint.tensor("scalar").item() == 2.5
     assert checkpoint.tensor("empty").shape == (0, 3)
     for name, index in (("scalar", 0), ("empty", 0), ("empty", -1)):
-        with pytest.raises(CheckpointError, match="has no entry"):
+        with pytest.raises(CheckpointError, match=r"\bentry\b"):
             checkpoint.part(name, index)
 
 
@@ -159,9 +159,9 @@ def test_tensors_are_copies(tmp_path: Path) -> None:
 def test_reading_into_what_does_not_fit(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.ones(2, 3)}))
     for out, index in ((torch.empty(3, 2), None), (torch.empty(2, 3).half(), None), (torch.empty(2, 3), 1)):
-        with pytest.raises(CheckpointError, match=r"a in .* is F32 \[2, 3\], which is not read into"):
+        with pytest.raises(CheckpointError, match=r"\ba .*\[2, 3\]"):
             checkpoint.read_into("a", out, index)
-    with pytest.raises(CheckpointError, match="has no entry 2"):
+    with pytest.raises(CheckpointError, match="entry 2"):
         checkpoint.read_into("a", torch.empty(3), 2)
 
 
@@ -275,13 +275,13 @@ class BytesPath:
 
 @pytest.mark.parametrize("path", [None, "", 7, b"/tmp", ["a"], BytesPath()])
 def test_what_is_no_path(path: Any) -> None:
-    with pytest.raises(ConfigError, match="path is .*, expected a (checkpoint.s folder|file name)"):
+    with pytest.raises(ConfigError, match=r"\bpath .*(folder|file)"):
         Checkpoint.open(path)
 
 
 @pytest.mark.parametrize("index", [True, 0.0, "0", [0], {}])
 def test_what_is_no_layer(tmp_path: Path, index: Any) -> None:
-    with pytest.raises(ConfigError, match="layer is .*, expected the index of a layer: 0"):
+    with pytest.raises(ConfigError, match=r"\blayer\b"):
         find_layer(Checkpoint.open(write(tmp_path, layer_tensors())), index)
 
 
@@ -379,7 +379,7 @@ def test_index_names_a_tensor_that_its_shard_has_not(tmp_path: Path) -> None:
     write_index(tmp_path, dict.fromkeys(["a", "b"], "model-00001-of-00001.safetensors"))
     checkpoint = Checkpoint.open(tmp_path)
     assert "b" in checkpoint
-    with pytest.raises(CheckpointError, match=re.escape("model-00001-of-00001.safetensors holds 'b', but it does not")):
+    with pytest.raises(CheckpointError, match=re.escape("model-00001-of-00001.safetensors holds 'b'")):
         checkpoint.info("b")
 
 
@@ -459,13 +459,13 @@ def test_type_that_torch_has_not(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(raw_file({"a": entry(dtype="F6_X", offsets=[0, 3])}, bytes(3)))
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.info("a").dtype is None
-    with pytest.raises(CheckpointError, match="the type F6_X, which torch has not"):
+    with pytest.raises(CheckpointError, match="F6_X"):
         checkpoint.tensor("a")
 
 
 def test_unknown_tensor(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write(tmp_path, {"a": torch.zeros(1)}))
-    with pytest.raises(CheckpointError, match="has no tensor 'b'"):
+    with pytest.raises(CheckpointError, match="'b'"):
         checkpoint.tensor("b")
 
 

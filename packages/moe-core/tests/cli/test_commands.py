@@ -451,7 +451,7 @@ def test_without_locks_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     pytest.importorskip("fcntl", reason="file locks are POSIX only")
     with (
-        pytest.raises(ConfigError, match=r"p\.json\.lock can't be written: the folder"),
+        pytest.raises(ConfigError, match=r"p\.json\.lock"),
         locked(tmp_path / "no/p.json"),
     ):
         pass

@@ -82,7 +82,7 @@ def test_a_name_that_nobody_has_is_passed_over_and_named() -> None:
 
 
 def test_places_are_names_in_tuples() -> None:
-    with pytest.raises(ConfigError, match=r"in tuples, e.g. before=\('triton',\), got 'triton'"):
+    with pytest.raises(ConfigError, match="before.*'triton'"):
         Placement(before="triton")  # type: ignore[arg-type]
 
 

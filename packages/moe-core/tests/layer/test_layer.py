@@ -218,13 +218,13 @@ def test_weights_are_replaced_whole_or_not_at_all(kind: str) -> None:
         broken = KernelWeights(
             w13=new.w13, w2=new.w2, quant_config=new.quant_config.map(lambda tensor: tensor.to("meta"))
         )
-        with pytest.raises(TensorError, match="is on the meta device: it has no values to copy"):
+        with pytest.raises(TensorError, match=r"\bmeta\b"):
             first.copy_(broken)
     else:
         with torch.inference_mode():
             made = first.quant_config.map(torch.clone)
         partly = KernelWeights(w13=first.w13, w2=first.w2, quant_config=made)
-        with pytest.raises(TensorError, match=r"was made in torch.inference_mode\(\)"):
+        with pytest.raises(TensorError, match=r"torch.inference_mode\(\)"):
             partly.copy_(new)
     assert all(torch.equal(tensor, before[name]) for name, tensor in first.tensors())
 
@@ -234,10 +234,10 @@ def test_meta_weights_are_refused_by_name() -> None:
     expected = layer(X)
     weights = toy_weights(CONFIG, seed=9)
     on_meta = MoEWeights(weight_key=None, activation_key=None, **{n: t.to("meta") for n, t in weights.tensors()})
-    with pytest.raises(TensorError, match="w13 is on the meta device: it has no values"):
+    with pytest.raises(TensorError, match=r"\bw13\b"):
         layer.reload(on_meta)
     assert torch.equal(layer(X), expected)
-    with pytest.raises(TensorError, match="w13 is on the meta device: it has no values"):
+    with pytest.raises(TensorError, match=r"\bw13\b"):
         FusedMoELayer.from_weights(toy_oracle(), CONFIG, on_meta)
 
 
@@ -261,7 +261,7 @@ def test_an_adapter_is_loaded_whole_or_not_at_all() -> None:
             adapters.load(1, **new | change)  # type: ignore[arg-type]
         assert bool((adapters.w13_a == 1).all())
     for place in ("1", 1.0, -1, 2, True):
-        with pytest.raises(TensorError, match="is out of range: there are places 0 to 1"):
+        with pytest.raises(TensorError, match="range"):
             adapters.load(place, **new)  # type: ignore[arg-type]
 
 
@@ -269,26 +269,26 @@ def test_more_adapters_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyP
     """Before memory is asked for: a system that overcommits would grant it."""
     config = replace(CONFIG, is_lora_enabled=True, max_loras=10**9)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("memory was asked for"))
-    with pytest.raises(ConfigError, match=r"max_loras=1000000000 adapters of rank max_lora_rank=16 take .* GiB on cpu"):
+    with pytest.raises(ConfigError, match="max_loras=1000000000"):
         LoRAWeights.zeros(config, "cpu")
 
 
 @pytest.mark.parametrize("path", [None, 3, ["DIR"], b"DIR"])
 def test_a_path_is_a_path(path: Any) -> None:
-    with pytest.raises(ConfigError, match="path is .*, expected a file name"):
+    with pytest.raises(ConfigError, match=r"\bpath\b"):
         load_layer(path)
-    with pytest.raises(ConfigError, match="weights is .*, expected MoEWeights or Checkpoint or str"):
+    with pytest.raises(ConfigError, match="weights .*Checkpoint"):
         make_layer().reload(path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scheme": None}, "scheme is None, expected a name"),
-        ({"weights": {}}, "weights is dict, expected canonical weights"),
-        ({"weights": replace(toy_weights(CONFIG), w13=[1.0])}, "w13 is a list, expected a torch.Tensor"),
-        ({"weights": replace(toy_weights(CONFIG), w2=None)}, "w2 is None, expected a torch.Tensor"),
-        ({"weights": replace(toy_weights(CONFIG), w2_bias=[[1.0]])}, "w2_bias is a list, expected a torch.Tensor"),
+        ({"scheme": None}, "scheme .*None"),
+        ({"weights": {}}, r"weights .*\bdict"),
+        ({"weights": replace(toy_weights(CONFIG), w13=[1.0])}, "w13 .*list"),
+        ({"weights": replace(toy_weights(CONFIG), w2=None)}, "w2 .*None"),
+        ({"weights": replace(toy_weights(CONFIG), w2_bias=[[1.0]])}, "w2_bias .*list"),
     ],
 )
 def test_what_a_layer_is_made_from_is_checked(change: dict[str, Any], message: str) -> None:
@@ -308,9 +308,9 @@ def test_a_kernel_is_made_of_its_parts() -> None:
     oracle = toy_oracle()
     selection = oracle.select(CONFIG, weight_key=None, activation_key=None, device="cpu")
     weights = oracle.convert(selection, toy_weights(CONFIG))
-    with pytest.raises(ConfigError, match="weights is MoEWeights, expected what oracle.convert returns"):
+    with pytest.raises(ConfigError, match="weights .*MoEWeights"):
         oracle.make_kernel(selection, toy_weights(CONFIG))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="experts is .*ToyExperts.*, expected an instance of FusedMoEExperts"):
+    with pytest.raises(ConfigError, match="experts .*ToyExperts"):
         FusedMoEKernel(selection.experts, weights)  # type: ignore[arg-type]
-    with pytest.raises(TensorError, match="the workspace is on meta, the layer.s weights are on cpu"):
+    with pytest.raises(TensorError, match="workspace .*meta"):
         oracle.make_kernel(selection, weights, workspace=Workspace("meta"))

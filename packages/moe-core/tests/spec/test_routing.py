@@ -258,11 +258,11 @@ def test_values_are_those_of_the_field():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"scoring_func": "tanh"}, "scoring_func 'tanh' is unknown"),
-        ({"scoring_func": "none"}, "takes no renormalisation"),
-        ({"score_selected_only": True, "has_correction_bias": True}, "without correction bias"),
-        ({"num_expert_group": 4}, "num_expert_group 4 needs topk_group"),
-        ({"num_expert_group": 4, "topk_group": 5}, r"within 1..num_expert_group 4, got 5"),
+        ({"scoring_func": "tanh"}, "scoring_func 'tanh'"),
+        ({"scoring_func": "none"}, "renormal"),
+        ({"score_selected_only": True, "has_correction_bias": True}, "correction bias|correction_bias"),
+        ({"num_expert_group": 4}, "num_expert_group 4 .*topk_group"),
+        ({"num_expert_group": 4, "topk_group": 5}, "num_expert_group 4.*5"),
         ({"num_expert_group": 4, "topk_group": 0}, "got 0"),
     ],
 )
@@ -274,11 +274,11 @@ def test_contradictions(keywords, message):
 @pytest.mark.parametrize(
     ("method", "keywords", "message"),
     [
-        ("Unspecified", {}, "Unspecified names no computation"),
-        ("Simulated", {}, "Simulated names no computation"),
-        ("Magic", {}, "unknown routing method 'Magic'"),
-        ("DeepSeekV3", {}, "DeepSeekV3 needs num_expert_group and topk_group"),
-        ("Default", {"num_expert_group": 4, "topk_group": 2}, "Default has no groups"),
+        ("Unspecified", {}, "Unspecified"),
+        ("Simulated", {}, "Simulated"),
+        ("Magic", {}, "'Magic'"),
+        ("DeepSeekV3", {}, "num_expert_group.* topk_group"),
+        ("Default", {"num_expert_group": 4, "topk_group": 2}, r"Default .*group"),
     ],
 )
 def test_refused_methods(method, keywords, message):
@@ -299,16 +299,16 @@ def test_wrong_calls():
     ):
         with pytest.raises(ConfigError, match=message):
             route(x, top_k=top_k, config=config)
-    with pytest.raises(TensorError, match=r"router_logits has shape \[8\]"):
+    with pytest.raises(TensorError, match=r"router_logits .*\[8\]"):
         route(logits[0], top_k=1, config=plain)
     with pytest.raises(TensorError, match=r"dtype torch\.int64"):
         route(logits.long(), top_k=1, config=plain)
-    with pytest.raises(TensorError, match="one was given, but has_correction_bias is False"):
+    with pytest.raises(TensorError, match="has_correction_bias .*False"):
         route(logits, top_k=1, config=plain, correction_bias=torch.zeros(8))
     biased = RoutingConfig.from_method(R.MiniMax2)
-    with pytest.raises(TensorError, match="none was given, but has_correction_bias is True"):
+    with pytest.raises(TensorError, match="has_correction_bias .*True"):
         route(logits, top_k=1, config=biased)
-    with pytest.raises(TensorError, match=r"correction_bias has shape \[7\], expected \[8\]"):
+    with pytest.raises(TensorError, match=r"correction_bias .*\[7\]"):
         route(logits, top_k=1, config=biased, correction_bias=torch.zeros(7))
 
 
@@ -325,16 +325,16 @@ def test_a_config_by_its_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("argmax", "routing 'argmax' is unknown; known: softmax, .*Renormalize"),
-        ("", "routing '' is unknown"),
-        ("Renormalize,renormalize", "has 'renormalize', expected num_expert_group=<number>"),
-        ("DeepSeekV3", "DeepSeekV3 needs num_expert_group and topk_group"),
-        ("softmax,top_k=3", "has 'top_k=3', expected renormalize, score_selected_only"),
-        ("softmax,renormalize=1", "has 'renormalize=1', expected renormalize,"),
-        ("softmax,topk_group", "has 'topk_group', expected renormalize, .*topk_group=<number>"),
-        ("softmax,topk_group=two", "topk_group is 'two', expected a number"),
+        ("argmax", "'argmax'"),
+        ("", "routing ''"),
+        ("Renormalize,renormalize", "'renormalize'.*num_expert_group"),
+        ("DeepSeekV3", "num_expert_group.* topk_group"),
+        ("softmax,top_k=3", "'top_k=3'"),
+        ("softmax,renormalize=1", "'renormalize=1'"),
+        ("softmax,topk_group", "'topk_group'"),
+        ("softmax,topk_group=two", "topk_group .*'two'"),
         ("softmax,custom=f", "has 'custom=f'"),
-        ("softmax,num_expert_group=4", "num_expert_group 4 needs topk_group"),
+        ("softmax,num_expert_group=4", "num_expert_group 4 .*topk_group"),
     ],
 )
 def test_text_that_names_no_config(text: str, message: str) -> None:

@@ -43,7 +43,7 @@ def test_both_scales_or_an_error() -> None:
     assert w13_scale is weights.w13_scale
     assert w2_scale is weights.w2_scale
     for name in ("w13_scale", "w2_scale"):
-        with pytest.raises(TensorError, match="are missing: the weights are kFp8Static128BlockSym"):
+        with pytest.raises(TensorError, match="kFp8Static128BlockSym"):
             _ = replace(weights, **{name: None}).weight_scales
 
 
@@ -68,17 +68,17 @@ def test_good_weights_pass() -> None:
         (
             "w13",
             torch.ones(3, 383, 256).to(torch.float8_e4m3fn),
-            r"w13 has shape \[3, 383, 256\], expected \[3, 384, 256\]",
+            r"w13 .*\[3, 383, 256\]",
         ),
-        ("w2", torch.ones(3, 256, 192), "w2 has dtype torch.float32, expected torch.float8_e4m3fn"),
-        ("w13_scale", torch.ones(3, 3, 2), r"w13_scale has shape \[3, 3, 2\], expected \[3, 4, 2\]"),
-        ("w2_scale", torch.ones(3, 2, 2, dtype=torch.float16), "w2_scale has dtype torch.float16"),
-        ("w2_scale", None, r"w2_scale is missing, expected \[3, 2, 2\]"),
-        ("w13_zero_point", torch.zeros(3, 4, 2), "w13_zero_point is given"),
-        ("w2_input_scale", torch.ones(3), "w2_input_scale is given, but the activation key is kFp8Dynamic128Sym"),
-        ("w2_g_idx", torch.zeros(3, 192), "w2_g_idx is given, but the weight key is kFp8Static128BlockSym"),
-        ("w2_scale", torch.ones(3, 2, 2, device="meta"), "on several devices: w13_scale on cpu, w2_scale on meta"),
-        ("w13_bias", torch.zeros(3, 384), "w13_bias is given, but config.has_bias=False"),
+        ("w2", torch.ones(3, 256, 192), "w2 .*torch.float32"),
+        ("w13_scale", torch.ones(3, 3, 2), r"w13_scale .*\[3, 3, 2\]"),
+        ("w2_scale", torch.ones(3, 2, 2, dtype=torch.float16), "w2_scale .*torch.float16"),
+        ("w2_scale", None, "w2_scale"),
+        ("w13_zero_point", torch.zeros(3, 4, 2), "w13_zero_point"),
+        ("w2_input_scale", torch.ones(3), "w2_input_scale .*kFp8Dynamic128Sym"),
+        ("w2_g_idx", torch.zeros(3, 192), "w2_g_idx .*kFp8Static128BlockSym"),
+        ("w2_scale", torch.ones(3, 2, 2, device="meta"), "w13_scale .*w2_scale"),
+        ("w13_bias", torch.zeros(3, 384), "w13_bias .*has_bias"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(name: str, tensor: torch.Tensor | None, message: str) -> None:
@@ -91,7 +91,7 @@ def test_bad_scale_values_are_found_and_placed(bad: float) -> None:
     weights = block_weights()
     assert weights.w13_scale is not None
     weights.w13_scale[2, 3, 1] = bad
-    with pytest.raises(TensorError, match=r"w13_scale has 1 NaN, Inf or negative value of 24, first at \[2, 3, 1\]"):
+    with pytest.raises(TensorError, match=r"w13_scale .*\[2, 3, 1\]"):
         weights.validate(CONFIG, values=True)
 
 
@@ -112,7 +112,7 @@ def test_a_scale_of_a_whole_matrix_is_not_zero() -> None:
         weights = tensor_weights()
         getattr(weights, name)[at] = 0.0
         weights.validate(CONFIG)
-        with pytest.raises(TensorError, match=rf"{name} has 1 NaN, Inf, negative or zero value of \d, first at"):
+        with pytest.raises(TensorError, match=rf"{name} has"):
             weights.validate(CONFIG, values=True)
     # a block of zeros may have a scale of zero
     weights = block_weights()
@@ -124,10 +124,10 @@ def test_a_scale_of_a_whole_matrix_is_not_zero() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("w13_scale", torch.ones(3, 1), r"w13_scale has shape \[3, 1\], expected \[3, 2\]"),
-        ("w2_scale", torch.ones(3), r"w2_scale has shape \[3\], expected \[3, 1\]"),
-        ("w13_input_scale", torch.ones(1), r"w13_input_scale has shape \[1\], expected \[3\]"),
-        ("w2_input_scale", torch.ones(3).bfloat16(), "w2_input_scale has dtype torch.bfloat16, expected torch.float32"),
+        ("w13_scale", torch.ones(3, 1), r"w13_scale .*\[3, 1\]"),
+        ("w2_scale", torch.ones(3), r"w2_scale .*\[3\]"),
+        ("w13_input_scale", torch.ones(1), r"w13_input_scale .*\[1\]"),
+        ("w2_input_scale", torch.ones(3).bfloat16(), "w2_input_scale .*torch.bfloat16"),
     ],
 )
 def test_scales_per_tensor_have_one_value_per_expert_and_part(name: str, tensor: torch.Tensor, message: str) -> None:
@@ -152,7 +152,7 @@ def test_scale_grids_that_do_not_fit(key: qk.QuantKey, grid13: tuple[int, int], 
     good.validate(CONFIG, values=True)
     for name, (rows, cols) in (("w13_scale", grid13), ("w2_scale", grid2)):
         for wrong in ((rows - 1, cols), (rows + 1, cols), (rows, cols + 1)):
-            with pytest.raises(TensorError, match=rf"{name} has shape \[3, {wrong[0]}, {wrong[1]}\], expected"):
+            with pytest.raises(TensorError, match=rf"{name} .*\[3, {wrong[0]}, {wrong[1]}\]"):
                 replace(good, **{name: scale(wrong)}).validate(CONFIG)
         other = torch.uint8 if key.scale.dtype is torch.float32 else torch.float32
         with pytest.raises(TensorError, match=f"{name} has dtype {other}"):
@@ -160,9 +160,7 @@ def test_scale_grids_that_do_not_fit(key: qk.QuantKey, grid13: tuple[int, int], 
     if key.scale.dtype is torch.uint8:
         assert good.w2_scale is not None
         good.w2_scale[1, 0, 1] = 255
-        with pytest.raises(
-            TensorError, match=r"w2_scale has 1 NaN \(e8m0 code 255\) value of \d+, first at \[1, 0, 1\]"
-        ):
+        with pytest.raises(TensorError, match=r"w2_scale .*\[1, 0, 1\]"):
             good.validate(CONFIG, values=True)
 
 
@@ -172,16 +170,16 @@ def test_nan_codes_and_biases_are_found_in_a_layer() -> None:
     weights.validate(config, values=True)
     assert weights.w2_bias is not None
     for wrong in (torch.zeros(3, 255), torch.zeros(256)):
-        with pytest.raises(TensorError, match=r"w2_bias has shape .*, expected \[3, 256\]"):
+        with pytest.raises(TensorError, match=r"w2_bias .*\[3, 256\]"):
             replace(weights, w2_bias=wrong).validate(config)
-    with pytest.raises(TensorError, match="w2_bias has dtype torch.float8_e4m3fn"):
+    with pytest.raises(TensorError, match="w2_bias .*torch.float8_e4m3fn"):
         replace(weights, w2_bias=weights.w2_bias.to(torch.float8_e4m3fn)).validate(config)
     weights.w2_bias[0, 7] = float("inf")
-    with pytest.raises(TensorError, match=r"w2_bias has 1 NaN or Inf value of 768, first at \[0, 7\]"):
+    with pytest.raises(TensorError, match=r"w2_bias .*\[0, 7\]"):
         weights.validate(config, values=True)
     weights = block_weights()
     weights.w13.view(torch.uint8)[1, 300, 5] = 0x7F
-    with pytest.raises(TensorError, match=r"w13 has 1 NaN value of \d+, first at \[1, 300, 5\]"):
+    with pytest.raises(TensorError, match=r"w13 .*\[1, 300, 5\]"):
         weights.validate(CONFIG, values=True)
 
 
@@ -201,11 +199,11 @@ def test_column_groups_out_of_range_are_found() -> None:
     assert weights.w2_g_idx is not None
     weights.w2_g_idx[2, 10] = 3
     # always, since kernels would read memory behind the scales
-    with pytest.raises(TensorError, match=r"w2_g_idx is 3 at \[2, 10\], expected 0 to 2: w2_scale has 3 groups"):
+    with pytest.raises(TensorError, match=r"w2_g_idx .*3 at \[2, 10\]"):
         weights.validate(CONFIG)
     # a part of a row that ranks share, in groups of the whole row
     replace(weights, w2_scale=torch.ones(3, 256, 6, dtype=torch.bfloat16)).validate(CONFIG, values=True)
-    with pytest.raises(TensorError, match=r"w2_g_idx has dtype torch.int64, expected torch.int32"):
+    with pytest.raises(TensorError, match="w2_g_idx .*torch.int64"):
         replace(weights, w2_g_idx=weights.w2_g_idx.long()).validate(CONFIG)
 
 
@@ -223,7 +221,7 @@ def test_one_scale_per_row_leaves_no_groups_to_permute() -> None:
     )
     weights.validate(CONFIG)
     wrong = replace(weights, w2_scale=torch.ones(3, 256, 2, dtype=torch.bfloat16))
-    with pytest.raises(TensorError, match=r"w2_scale has shape \[3, 256, 2\], expected \[3, 256, 1\]"):
+    with pytest.raises(TensorError, match=r"w2_scale .*\[3, 256, 2\]"):
         wrong.validate(CONFIG)
 
 
@@ -296,7 +294,7 @@ def test_static_zero_points_come_with_their_key() -> None:
             int8_weights(key, **given).validate(CONFIG)
     far = torch.tensor([0, 128, 0], dtype=torch.int32)
     weights = int8_weights(qk.kInt8StaticTensorAsym, **scales, **{**zero, "w2_input_zero_point": far})
-    with pytest.raises(TensorError, match=r"w2_input_zero_point is 128 at \[1\], expected -128 to 127: codes of int8"):
+    with pytest.raises(TensorError, match=r"w2_input_zero_point .*128 at \[1\]"):
         weights.validate(CONFIG, values=True)
 
 
@@ -312,7 +310,7 @@ def test_scales_of_unsigned_codes_may_be_negative() -> None:
     weights.validate(CONFIG, values=True)
     assert weights.w2_scale is not None
     weights.w2_scale[2, 1, 0] = float("nan")
-    with pytest.raises(TensorError, match=r"w2_scale has 1 NaN or Inf value of 1536, first at \[2, 1, 0\]"):
+    with pytest.raises(TensorError, match=r"w2_scale .*\[2, 1, 0\]"):
         weights.validate(CONFIG, values=True)
 
 
@@ -327,14 +325,14 @@ def test_codes_of_four_bits_in_bytes_are_in_range() -> None:
     )
     weights.validate(CONFIG, values=True)
     weights.w2[1, 2, 3] = 8
-    with pytest.raises(TensorError, match=r"w2 is 8 at \[1, 2, 3\], expected -8 to 7: codes of int4"):
+    with pytest.raises(TensorError, match=r"\bw2 .*8 at \[1, 2, 3\]"):
         weights.validate(CONFIG, values=True)
 
 
 def test_nan_codes_are_found() -> None:
     codes = torch.zeros(4, dtype=torch.uint8)
     codes[2] = 0xFF
-    with pytest.raises(TensorError, match=r"w has 1 NaN value of 4, first at \[2\]"):
+    with pytest.raises(TensorError, match=r"\bw .*\[2\]"):
         check_values("w", codes.view(torch.float8_e4m3fn), scale=False)
     with pytest.raises(TensorError, match="e8m0 code 255"):
         check_values("s", codes, scale=True)
@@ -361,8 +359,8 @@ def test_copy_keeps_the_storage() -> None:
 
 def test_copy_of_what_does_not_fit_writes_nothing() -> None:
     held = kernel_weights(1.0)
-    with pytest.raises(TensorError, match=r"w13 has shape \[1, 3, 4\], expected \[1, 2, 4\]"):
+    with pytest.raises(TensorError, match=r"w13 .*\[1, 3, 4\]"):
         held.copy_(kernel_weights(2.0, rows=3))
-    with pytest.raises(TensorError, match="new weights hold"):
+    with pytest.raises(TensorError, match="weights"):
         held.copy_(replace(kernel_weights(2.0), extra={"locks": torch.zeros(1)}))
     assert all(bool((t == 1).all()) for _, t in held.tensors())

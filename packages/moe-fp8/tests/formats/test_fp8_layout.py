@@ -194,7 +194,7 @@ def test_activation_scales_of_many_values(tmp_path: Path) -> None:
 def test_activation_scales_that_are_not_used(tmp_path: Path) -> None:
     """The config wins, and it is said."""
     found = source(tmp_path, static_tensors(), TENSOR)
-    with pytest.warns(CheckpointWarning, match=r"input_scale is not used: activations are kFp8DynamicTensorSym"):
+    with pytest.warns(CheckpointWarning, match="input_scale .*kFp8DynamicTensorSym"):
         weights = found.weights()
     assert weights.w13_input_scale is None
 
@@ -493,5 +493,5 @@ def test_a_lost_row_of_gate_and_up_in_turns_is_named_as_stored(tmp_path: Path) -
     }
     given = ModelSettings(routing="per_call")
     write(tmp_path, tensors, {**CONFIG, "model_type": "gpt_oss", "quantization_config": CHANNEL})
-    with pytest.raises(CheckpointError, match=r"gate_up_proj_weight_scale is 0 of expert 1 .* first at \[5, 0\]"):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj_weight_scale .*\[5, 0\]"):
         read_layer(Checkpoint.open(tmp_path), settings=given).weights()

@@ -87,7 +87,7 @@ def test_other_activations_need_no_static_scale(tmp_path: Path, key: QuantKey | 
     write(tmp_path, tensors, {**CONFIG, "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
     checkpoint = Checkpoint.open(tmp_path)
     check(read_layer(checkpoint, activation_key=key), experts, kFp8StaticTensorSym, key)
-    with pytest.raises(CheckpointError, match=r"gate_proj\.input_scale is missing"):
+    with pytest.raises(CheckpointError, match=r"gate_proj\.input_scale"):
         read_layer(checkpoint).check_fits()
 
 

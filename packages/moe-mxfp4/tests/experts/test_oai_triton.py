@@ -303,7 +303,7 @@ def reason_against() -> str | None:
 def test_a_package_of_the_same_name_is_not_taken_for_it(places):
     places("triton_kernels", "kernels.py")
     assert "needs triton_kernels, which is not installed" in reason_against()
-    with pytest.raises(ConfigError, match="triton_kernels is not installed .*git"):
+    with pytest.raises(ConfigError, match="triton_kernels .*git"):
         load_triton_kernels()
 
 
@@ -322,6 +322,6 @@ def test_vllm_s_copy_is_not_mixed_with_another_package(places):
     places("triton_kernels", "kernels.py")
     assert reason_against() is None
     other = importlib.import_module("triton_kernels")
-    with pytest.raises(ConfigError, match="has been imported as triton_kernels; OpenAI's is in .*third_party"):
+    with pytest.raises(ConfigError, match="triton_kernels.*third_party"):
         load_triton_kernels()
     assert sys.modules["triton_kernels"] is other

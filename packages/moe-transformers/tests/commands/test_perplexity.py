@@ -127,19 +127,19 @@ def test_refused(moe: Any, folder: Path, bare: Path, text: Path, tmp_path: Path)
     def refuses(path: Path, *arguments: object, match: str) -> None:
         moe.refuses("perplexity", path, *arguments, match=match)
 
-    refuses(folder, "--text", tmp_path / "nowhere", match=r"nowhere can't be read: No such file")
+    refuses(folder, "--text", tmp_path / "nowhere", match="nowhere")
     (tmp_path / "latin").write_bytes(b"caf\xe9 ")
-    refuses(folder, "--text", tmp_path / "latin", match="is no text in UTF-8: .* at byte 3")
+    refuses(folder, "--text", tmp_path / "latin", match="UTF-8.* 3")
     (tmp_path / "one").write_text("x")
-    refuses(folder, "--text", tmp_path / "one", match="one has 1 token, expected 2 or more")
-    refuses(bare, "--text", text, match="has no tokenizer that transformers reads: give token ids with --ids")
-    refuses(folder, "--text", text, "--window", 1, match="--window 1: expected 2 or more")
-    refuses(folder, "--text", text, "--stride", 0, match="--stride 0: expected 1 or more")
-    refuses(folder, "--text", text, "--window", 8, "--stride", 9, match="--stride 9: expected --window 8 or less")
+    refuses(folder, "--text", tmp_path / "one", match="1 token")
+    refuses(bare, "--text", text, match="tokenizer .*--ids")
+    refuses(folder, "--text", text, "--window", 1, match="--window 1")
+    refuses(folder, "--text", text, "--stride", 0, match="--stride 0")
+    refuses(folder, "--text", text, "--window", 8, "--stride", 9, match="--stride 9.*--window 8")
     # the model takes 128 tokens, which are the window where none is given
-    refuses(folder, "--text", text, "--stride", 129, match=r"--stride 129: expected --window 128 \(the default\)")
-    refuses(folder, "--text", text, "--stride", 4096, match=r"--stride 4096: expected --window 2048 \(the default\)")
-    refuses(folder, "--text", text, "--window", 129, match="--window 129: the model takes 128 tokens")
+    refuses(folder, "--text", text, "--stride", 129, match="--stride 129.*--window 128")
+    refuses(folder, "--text", text, "--stride", 4096, match="--stride 4096.*--window 2048")
+    refuses(folder, "--text", text, "--window", 129, match="--window 129.* 128")
 
 
 def test_a_model_that_gives_no_numbers(moe: Any, plain: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,11 +115,11 @@ def test_scales_are_ordered_into_their_places():
 
 def test_sizes_that_are_no_whole_blocks_are_refused():
     for w in (torch.zeros(2, 96, 64), torch.zeros(2, 64, 40)):
-        with pytest.raises(TensorError, match="expected multiples of 64 rows and 32 columns"):
+        with pytest.raises(TensorError, match="64 rows"):
             packed_bytes(w.byte(), distances=False)
-    with pytest.raises(TensorError, match="holds 96 x 64 codes per expert, expected multiples"):
+    with pytest.raises(TensorError, match="96 x 64"):
         packed_int4(torch.zeros(2, 96, 32, dtype=torch.uint8))
-    with pytest.raises(TensorError, match="96 rows, expected a multiple of 64"):
+    with pytest.raises(TensorError, match="96 rows"):
         ordered_scales(torch.zeros(2, 96, 2), whole_rows=False)
 
 

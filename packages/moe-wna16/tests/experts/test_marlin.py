@@ -76,11 +76,11 @@ def test_reloading_another_activation_order():
         f"an activation order (g_idx) of {filled}: the layer's memory is for these; make a new layer of the weights"
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors())
-    with pytest.raises(TensorError, match=r"w2 of the new weights has columns in an activation order \(g_idx\) of gro"):
+    with pytest.raises(TensorError, match=r"\bw2 .*g_idx"):
         least.copy_(layer)
     plain = replace(key, permuted=False)
     ordered = MarlinWNA16Experts(config, weight_key=plain, activation_key=None, device=DeviceInfo.parse("sm90"))
-    with pytest.raises(TensorError, match="w13 of the new weights has columns as they come, expected columns in an"):
+    with pytest.raises(TensorError, match=r"\bw13 "):
         layer.copy_(ordered.convert(make_weights(config, plain, None, seed=0)))
 
 

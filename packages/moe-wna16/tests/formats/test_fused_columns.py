@@ -71,7 +71,5 @@ def test_ranks_have_their_rows_of_words_that_hold_gate_and_up(
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_shared_words_are_not_read_by_themselves(tmp_path: Path, name: str) -> None:
     source = read_layer(opened(tmp_path, name, 100))
-    with pytest.raises(
-        CheckpointError, match=r"gate_up_proj\.(qweight|weight_zero_point) holds 8 rows in an entry, and"
-    ):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj\.(qweight|weight_zero_point) .*8 rows"):
         source.layout.load_columns(source.whole, 0, 64, experts=source.experts)

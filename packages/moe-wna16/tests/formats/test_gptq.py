@@ -212,7 +212,7 @@ def test_symmetric_zero_points_of_the_other_version(tmp_path: Path, version: str
     """Config and tensors contradict each other, and ``sym`` says which is right; never silently."""
     experts = Codes()
     found = source(tmp_path, experts.tensors(writer), config(experts, checkpoint_format=version), **SIZES)
-    with pytest.warns(CheckpointWarning, match="qzeros and others are those of version"):
+    with pytest.warns(CheckpointWarning, match="qzeros"):
         weights = found.weights()
     assert weights.weight_key == key_of(experts)
 
@@ -473,5 +473,5 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     found = source(tmp_path, experts.tensors(gptq), config(experts), **SIZES)
     file = found.layer.checkpoint.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
+    with pytest.raises(CheckpointError, match="model.safetensors"):
         read_layer(Checkpoint.open(tmp_path))

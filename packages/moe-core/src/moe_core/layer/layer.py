@@ -444,7 +444,7 @@ class FusedMoELayer(nn.Module):
             TensorError: The layer has no router weight, or ``x`` does not fit.
         """
         if self.router_weight is None:
-            raise TensorError("the layer has no router weight: give router_logits, or topk_weights and topk_ids")
+            raise TensorError("router_weight is missing: pass router_logits, or topk_weights and topk_ids")
         check_width(x, self.config)
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=x, router_weight=self.router_weight, router_bias=self.router_bias)

@@ -126,24 +126,24 @@ def test_layers_without_moe_are_skipped(tmp_path: Path) -> None:
     assert find_layer(checkpoint).index == 1
     assert find_layer(checkpoint, 4).index == 4
     for index in (0, 3, -1):
-        with pytest.raises(CheckpointError, match=f"layer {index} has no MoE; layers that have: 1-2, 4"):
+        with pytest.raises(CheckpointError, match=f"layer {index} "):
             find_layer(checkpoint, index)
 
 
 def test_model_without_moe(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no layer has MoE experts \(model_type 'qwen3_moe'"):
+    with pytest.raises(CheckpointError, match="'qwen3_moe'"):
         found(tmp_path, {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
 
 
 def test_names_of_openai(tmp_path: Path) -> None:
     tensors = {"block.0.mlp.mlp1_weight.blocks": torch.zeros(4, 64, 1, 16, dtype=torch.uint8)}
-    with pytest.raises(CheckpointError, match=r"mlp1_weight.blocks is gpt-oss under OpenAI's own names: the files"):
+    with pytest.raises(CheckpointError, match=r"mlp1_weight.blocks .*gpt-oss"):
         find_layer(Checkpoint.open(write(tmp_path, tensors)))
 
 
 def test_experts_that_are_pickled(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no layer has MoE experts .*pytorch_model.bin.*never read.*convert"):
+    with pytest.raises(CheckpointError, match="pytorch_model.bin"):
         found(tmp_path, {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
 
 
@@ -222,7 +222,7 @@ def test_stacks_of_layers_are_named(tmp_path: Path) -> None:
         layer = find_layer(checkpoint, stack=block.partition(".")[0])
         assert layer.block == block
         assert torch.equal(layer.tensor(1, "up", "weight"), tensors[f"{block}.experts.1.up_proj.weight"])
-    with pytest.raises(CheckpointError, match="no experts lie under 'model'; there are talker, thinker"):
+    with pytest.raises(CheckpointError, match="'model'.*talker, thinker"):
         find_layer(checkpoint, stack="model")
     # the family's own stack needs no name
     omni = Checkpoint.open(write(tmp_path / "c", tensors, model_type="qwen3_omni_moe"))
@@ -237,9 +237,9 @@ def test_tensors_of_experts_that_are_no_projection(tmp_path: Path) -> None:
 def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
     layer = found(tmp_path, layer_tensors())
     for call in (layer.shape, layer.dtype, layer.stored_dtype):
-        with pytest.raises(CheckpointError, match=r"'weight_scale' of 'up' is missing .*there is: weight"):
+        with pytest.raises(CheckpointError, match="'weight_scale'"):
             call("up", "weight_scale")
-    with pytest.raises(CheckpointError, match="'weight' of 'gate_up' is missing"):
+    with pytest.raises(CheckpointError, match="'weight' .*'gate_up'"):
         layer.tensor(0, "gate_up", "weight")
     assert repr(layer) == "LayerExperts('model.layers.0.mlp.experts', 4 experts)"
 
@@ -265,7 +265,7 @@ def test_a_file_that_is_not_read_is_named(tmp_path: Path, what: str, indexed: bo
     save_file({name: tensor for name, tensor in tensors.items() if left_out(name)}, folder / "model-other.safetensors")
     (folder / "model-broken.safetensors").write_bytes(b"?")
     why = "index.json leaves this file out" if indexed else "model.safetensors alone is read"
-    with pytest.raises(CheckpointError, match=rf"model-other\.safetensors holds model\.layers\..*{why}"):
+    with pytest.raises(CheckpointError, match=rf"model-other\.safetensors .*{why}"):
         read_model(find_layer(Checkpoint.open(folder), 1))
     (folder / "model-other.safetensors").unlink()
     with pytest.raises(CheckpointError) as caught:

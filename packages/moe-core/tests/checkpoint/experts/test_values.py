@@ -177,8 +177,8 @@ def test_typed_reads() -> None:
     assert inner is not None
     assert (inner.where, inner.integer("g")) == ("file.f", 1)
     for read in (entries.integer, entries.block, entries.part):
-        with pytest.raises(CheckpointError, match="file: d is True, expected"):
+        with pytest.raises(CheckpointError, match=r"\bd .*True"):
             read("d")
-    with pytest.raises(CheckpointError, match="file: a is 3, expected an integer of at least 4"):
+    with pytest.raises(CheckpointError, match=r"\ba .*3"):
         entries.integer("a", least=4)
     assert len(short("x" * 1000)) < 100

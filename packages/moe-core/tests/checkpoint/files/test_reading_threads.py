@@ -301,9 +301,7 @@ def test_a_value_that_is_refused_is_found_among_many(tmp_path: Path, monkeypatch
     arguments = {"experts": [3, 2, 1], "device": "cpu", "check": lambda kept: kept.isnan().any()}
     for nbytes in (1, 1 << 20):
         monkeypatch.setattr(stacks, "GROUP_BYTES", nbytes)
-        with pytest.raises(
-            BadValuesError, match=r"experts\.2\.up_proj\.weight holds .* \(1 of 6 tensors do\)"
-        ) as caught:
+        with pytest.raises(BadValuesError, match=r"experts\.2\.up_proj\.weight .*\(1 of 6") as caught:
             load_stacked(layer, ("gate", "up"), "weight", **arguments)
         assert (caught.value.expert, caught.value.projection) == (2, "up")
 

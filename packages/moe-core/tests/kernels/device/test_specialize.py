@@ -53,5 +53,5 @@ def test_copies_have_their_own_values(device):
 
 
 def test_names_that_are_not_read_are_refused():
-    with pytest.raises(ConfigError, match=r"numbers reads no SIZE, twice of its module"):
+    with pytest.raises(ConfigError, match="numbers .*SIZE"):
         specialize(numbers, SIZE=1, twice=negative, STEP=2)

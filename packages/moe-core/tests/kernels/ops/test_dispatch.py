@@ -132,5 +132,5 @@ def test_all_tokens_there(key, dtype, columns, top_k, adapted, device):
 
 
 def test_scales_that_tokens_share_are_refused():
-    with pytest.raises(ConfigError, match="scales of each token's own"):
+    with pytest.raises(ConfigError, match="scales"):
         TokenCode(256, torch.bfloat16, kFp8DynamicTensorSym)

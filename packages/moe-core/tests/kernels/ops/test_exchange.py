@@ -159,7 +159,7 @@ def test_more_tokens_than_there_is_room_for_are_refused(device):
     buffer = buffers_of(shape, device)[0]
     tables = ReplicaTables.of(placement_of("contiguous", EXPERTS, 2), device)
     x, weights, ids = calls((3,), 64, torch.float32, torch.int32, device)[0]
-    with pytest.raises(TensorError, match="hidden_states has 3 tokens, the buffers are for 2"):
+    with pytest.raises(TensorError, match="hidden_states .*3"):
         push_tokens(buffer, x, ids, weights, tables, TokenCode(64, torch.float32))
-    with pytest.raises(TensorError, match=r"results are torch.float32 \[3, 64\], expected torch.float32 \[4, 64\]"):
+    with pytest.raises(TensorError, match=r"results .*\[3, 64\]"):
         push_results(buffer, x, ids)

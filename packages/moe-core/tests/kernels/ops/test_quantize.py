@@ -325,7 +325,7 @@ def test_wrong_calls(device):
     ):
         with pytest.raises((TensorError, ConfigError), match=message):
             quantize_activation(x, key, **keywords)
-    with pytest.raises(ConfigError, match="needs a key with zero points"):
+    with pytest.raises(ConfigError, match="zero points|zero_point"):
         quantize_activation_asymmetric(x, kInt8DynamicTokenSym)
     with pytest.raises(TensorError, match="int32"):
         quantize_activation(x.int(), kFp8DynamicTokenSym)

@@ -159,19 +159,19 @@ def test_what_is_refused(device: torch.device) -> None:
     w = torch.zeros(2, 6, 8)
     with pytest.raises(TensorError, match="w has shape"):
         quantize_weights(w[0], kMxfp8Static)
-    with pytest.raises(TensorError, match="w has dtype torch.int8"):
+    with pytest.raises(TensorError, match="w .*torch.int8"):
         quantize_weights(w.to(torch.int8), kMxfp8Static)
-    with pytest.raises(TensorError, match="6 rows are no 4 stacked matrices"):
+    with pytest.raises(TensorError, match="6 rows"):
         quantize_weights(w, kMxfp8Static, parts=4)
-    with pytest.raises(TensorError, match=r"out has shape \[2, 6, 7\], expected \[2, 6, 8\]"):
+    with pytest.raises(TensorError, match=r"out .*\[2, 6, 7\]"):
         quantize_weights(w, kMxfp8Static, out=torch.zeros(2, 6, 7, dtype=torch.float8_e4m3fn))
-    with pytest.raises(TensorError, match="scale_out is on .*, expected contiguous"):
+    with pytest.raises(TensorError, match="scale_out"):
         quantize_weights(w, kFp8StaticTensorSym, parts=2, scale_out=torch.zeros(2, 2).mT)
-    with pytest.raises(ConfigError, match="does not cover this: weights are quantised to MXFP4, or e4m3 or int8"):
+    with pytest.raises(ConfigError, match="MXFP4"):
         quantize_weights(w.to(device), kInt4Static32, backend="triton")
-    with pytest.raises(ConfigError, match="does not cover this: groups are whole, w has 8 columns"):
+    with pytest.raises(ConfigError, match="8 columns"):
         quantize_weights(w.to(device), kMxfp4Static, backend="triton")
-    with pytest.raises(ConfigError, match="blocks have at most 32768 values"):
+    with pytest.raises(ConfigError, match="32768"):
         quantize_weights(w.to(device), kFp8Static128BlockSym.with_group(512, 512), backend="triton")
 
 

@@ -108,9 +108,9 @@ def test_auto_falls_back_to_torch_beyond_the_tile(device):
     want_weights, want_ids = route(logits, top_k=40, config=RoutingConfig())
     assert torch.equal(ids, want_ids)
     assert torch.equal(weights, want_weights)
-    with pytest.raises(ConfigError, match="2000 experts in 1 groups"):
+    with pytest.raises(ConfigError, match="2000 experts"):
         fused_route(logits, top_k=4, config=RoutingConfig(), backend="triton")
-    with pytest.raises(ConfigError, match="backend 'cuda' is unknown"):
+    with pytest.raises(ConfigError, match="backend 'cuda'"):
         fused_route(logits, top_k=4, config=RoutingConfig(), backend="cuda")
 
 

@@ -145,7 +145,7 @@ def test_what_is_no_profile_is_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.json' can't be read: No such file"):
+    with pytest.raises(ConfigError, match=r"nothing\.json"):
         TuningProfile.read(tmp_path / "nothing.json")
 
 

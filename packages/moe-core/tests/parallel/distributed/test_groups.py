@@ -95,14 +95,14 @@ def test_what_ranks_were_given_differently_is_named_with_their_numbers() -> None
 def test_ranks_of_tests_that_fail_are_named() -> None:
     with pytest.raises(RankFailedError, match=r"(?s)rank 1:.*ZeroDivisionError"):
         run_ranks(moe_core_ranks.failing, "raises", ranks=2)
-    with pytest.raises(RankFailedError, match=r"with exit codes \{1: 7\}"):
+    with pytest.raises(RankFailedError, match=r"\{1: 7\}"):
         run_ranks(moe_core_ranks.failing, "dies", ranks=2)
-    with pytest.raises(RankFailedError, match=r"ranks \[1\] did not end within 1 s"):
+    with pytest.raises(RankFailedError, match=r"ranks \[1\]"):
         run_ranks(moe_core_ranks.failing, "hangs", ranks=2, seconds=1)
 
 
 def test_a_layer_has_no_groups_without_a_process_group() -> None:
-    with pytest.raises(ConfigError, match=r"has no process group: call init_process_group first"):
+    with pytest.raises(ConfigError, match="init_process_group"):
         ParallelGroups.create()
 
 
@@ -116,11 +116,9 @@ def test_ranks_and_their_tokens() -> None:
     assert of_rank(3, ep_size=4, dp_size=4).token_sharing is TokenSharing.NONE
     assert of_rank(3, tp_size=4, dp_size=4).token_sharing is TokenSharing.NONE
     assert of_rank(0).token_sharing is TokenSharing.ALL
-    with pytest.raises(
-        ConfigError, match="dp_size is 3, expected 1 or 2 or 4: the 4 ranks of the layer bring one batch"
-    ):
+    with pytest.raises(ConfigError, match="dp_size .*3"):
         _ = FusedMoEParallelConfig(2, 0, 3, 0, 2, 0).token_sharing
-    with pytest.raises(ConfigError, match="dp_rank is 1, expected 0 for ep_rank 0 and tp_rank 0 with dp_size 2"):
+    with pytest.raises(ConfigError, match="dp_rank .*1"):
         _ = FusedMoEParallelConfig(dp_size=2, dp_rank=1, ep_size=2).token_sharing
-    with pytest.raises(ConfigError, match="rank 4 is not a rank of a layer with tp_size 2 and ep_size 2"):
+    with pytest.raises(ConfigError, match=r"\brank 4 .*tp_size"):
         of_rank(4, tp_size=2, ep_size=2)

@@ -59,7 +59,7 @@ def test_every_rank_hears_what_all_say_in_each_call(tables: list[HostNumbers]) -
 def test_a_rank_that_says_nothing_is_named_and_waited_for_again(tables: list[HostNumbers]) -> None:
     ranks = ranks_of(0.01)
     for _ in range(2):
-        with pytest.raises(CommunicationError, match=r"ranks count among ranks \[4, 5, 7\]") as error:
+        with pytest.raises(CommunicationError, match=r"\[4, 5, 7\]") as error:
             tables[0].tell(ranks, row(9), "ranks count")
         assert "ranks [5, 7] have told nothing" in error.value.details
     others = [threading.Timer(0.02 * rank, tables[rank].tell, (ranks_of(1), row(rank), "")) for rank in (1, 2)]

@@ -40,7 +40,7 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
     monkeypatch.setattr(symmetric, "_capturing", lambda device: True)
     assert room.take(ranks, small, code)[0] == first
     room.release(first)
-    with pytest.raises(ConfigError, match="grows with the calls, outside CUDA graphs"):
+    with pytest.raises(ConfigError, match="CUDA graph"):
         room.take(ranks, large, code)
     monkeypatch.setattr(symmetric, "_capturing", lambda device: False)
     assert room.take(ranks, large, code)[1].memory.shape[0] >= large.nbytes
@@ -51,7 +51,7 @@ def test_shared_memory_grows_with_the_calls(monkeypatch):
     for _ in range(symmetric.MOST_CALLS - 1):
         room.take(ranks, small, code)
     assert len(made) == 3 + symmetric.MOST_CALLS - 2
-    with pytest.raises(ConfigError, match="8 calls are under way already"):
+    with pytest.raises(ConfigError, match="8 calls"):
         room.take(ranks, small, code)
 
 
@@ -123,7 +123,7 @@ def test_without_shared_memory_torch_sends_tokens_on_all_ranks(where, monkeypatc
     if reasons:  # as it always is between hosts: nothing to warn of
         assert ExchangeRoom.connect(ranks, None, CPU) is None
     else:
-        with pytest.warns(FallbackWarning, match="GPUs share no memory, torch's all-to-all sends tokens: .*permission"):
+        with pytest.warns(FallbackWarning, match="permission"):
             assert ExchangeRoom.connect(ranks, None, CPU) is None
     monkeypatch.setattr(symmetric, "reasons_against", None)  # not asked again
     assert ExchangeRoom.connect(ranks, None, CPU) is None

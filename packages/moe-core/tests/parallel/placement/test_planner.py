@@ -100,14 +100,14 @@ def test_the_busiest_experts_are_replicated() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"counts": [1.0, float("nan")]}, "counts must hold a finite number"),
-        ({"counts": [1, -1]}, "counts must hold a finite number"),
-        ({"slots": 1}, "2 slots on 2 ranks, at most 1 on one, are too few for 4 experts"),
-        ({"slots": 5}, "too many for 4 experts"),
-        ({"slots": [1, 3]}, "expected numbers that differ by 1 at most"),
-        ({"slots": [2, 2, 2]}, "slots has 3 numbers, expected one for each of 2 ranks"),
-        ({"current": ExpertPlacement.contiguous(3, 2)}, "of 3 experts on 2 ranks, expected 4 on 2"),
-        ({"current": ExpertPlacement.contiguous(4, 2), "slots": 3}, "the current placement has other numbers"),
+        ({"counts": [1.0, float("nan")]}, r"\bcounts\b"),
+        ({"counts": [1, -1]}, r"\bcounts\b"),
+        ({"slots": 1}, r"\bslots\b"),
+        ({"slots": 5}, "4 experts"),
+        ({"slots": [1, 3]}, "differ"),
+        ({"slots": [2, 2, 2]}, "slots .*3"),
+        ({"current": ExpertPlacement.contiguous(3, 2)}, "3 experts"),
+        ({"current": ExpertPlacement.contiguous(4, 2), "slots": 3}, "placement"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: dict[str, object], message: str) -> None:
@@ -127,9 +127,9 @@ def test_recorded_loads_are_how_often_experts_are_chosen() -> None:
     assert torch.equal(recorder.counts[1], expected // 2)
     recorder.decay(0)
     assert not recorder.counts.any()
-    with pytest.raises(ConfigError, match="layer is 2, the recorder has layers 0 to 1"):
+    with pytest.raises(ConfigError, match="layer .*2"):
         recorder.record(2, ids)
-    with pytest.raises(TensorError, match="topk_ids is on meta, the recorder counts on cpu"):
+    with pytest.raises(TensorError, match="topk_ids .*meta"):
         recorder.record(0, ids.to("meta"))
     with pytest.raises(ConfigError, match="factor is 2"):
         recorder.decay(2)

@@ -117,11 +117,11 @@ def test_a_config_names_its_prepare_finalize() -> None:
         named(tp_size=2, all2all_backend="alltoall") == named(ep_size=2, all2all_backend="all_reduce") == "all_reduce"
     )
     assert named(ep_size=2, tp_size=2, all2all_backend="reduce_scatter") == "reduce_scatter"
-    with pytest.raises(ConfigError, match="all2all_backend is 'reduce_scater'; did you mean 'reduce_scatter'"):
+    with pytest.raises(ConfigError, match="all2all_backend .*'reduce_scatter'"):
         named(tp_size=2, all2all_backend="reduce_scater")
     assert named(ep_size=4, dp_size=4) == named(tp_size=4, dp_size=4) == "allgather_reducescatter"
     assert named(ep_size=2, tp_size=2, dp_size=2, all2all_backend="alltoall") == "alltoall"
-    with pytest.raises(ConfigError, match="all2all_backend is 'alltoal'; did you mean 'alltoall'"):
+    with pytest.raises(ConfigError, match="all2all_backend .*'alltoall'"):
         load_prepare_finalize("alltoal")
     for ep, tp in ((2, 1), (1, 2)):
         parallel = FusedMoEParallelConfig.of_rank(0, ep_size=ep, tp_size=tp, dp_size=2)

@@ -122,9 +122,7 @@ def test_a_rank_that_does_not_come_to_an_all_to_all_is_named():
     _, kernels = ranks_of(case, room=2, timeout=0.01)
     given = inputs(case)[0]
     assert start(kernels[0], given, [2, 1]).result().isnan().all()
-    with pytest.raises(
-        CommunicationError, match=r"exchanged \(alltoall\), and ranks \[11\] did not come within 0.01 s"
-    ):
+    with pytest.raises(CommunicationError, match=r"ranks \[11\]"):
         start(kernels[0], given, [2, 1])
 
 
@@ -137,7 +135,7 @@ def test_two_calls_are_under_way_at_once():
     started = [
         [start(kernel, given) for kernel, given in zip(kernels, batch, strict=True)] for batch in (first, second)
     ]
-    with pytest.raises(ConfigError, match="2 calls are under way already"):
+    with pytest.raises(ConfigError, match="2 calls"):
         start(kernels[0], first[0])
     for batch, calls in zip((first, second), started, strict=True):
         for given, output in zip(batch, outputs(case, world, calls), strict=True):
@@ -149,9 +147,9 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call():
     _, kernels = ranks_of(case, room=2, timeout=0.01)
     given = inputs(case)[0]
     assert start(kernels[0], given).result().isnan().all()
-    with pytest.raises(CommunicationError, match=r"ranks \[11\] did not come within 0.01 s"):
+    with pytest.raises(CommunicationError, match=r"ranks \[11\]"):
         start(kernels[0], given)
-    with pytest.raises(CommunicationError, match=r"outputs since then are NaN"):
+    with pytest.raises(CommunicationError, match="NaN"):
         kernels[0].prepare_finalize.check()
 
 
@@ -165,7 +163,7 @@ def test_a_rank_that_comes_too_late_gets_no_results_of_another_call(all2all):
     batches = [(-x.flip(0), weights, ids.flip(0)) for x, weights, ids in batches]
     assert start(kernels[0], batches[0], [2, 2]).result().isnan().all()
     assert start(kernels[1], batches[1], [2, 2]).result().isnan().all()
-    with pytest.raises(CommunicationError, match=r"ranks \[10\] did not come"):
+    with pytest.raises(CommunicationError, match=r"ranks \[10\]"):
         kernels[1].prepare_finalize.check()
 
 
@@ -184,7 +182,7 @@ def test_a_rank_that_missed_another_is_missed_by_all():
     second.run_experts()
     for number, call in ((1, second), (2, third)):
         assert call.result().isnan().all()
-        with pytest.raises(CommunicationError, match=r"ranks \[10\] did not come"):
+        with pytest.raises(CommunicationError, match=r"ranks \[10\]"):
             kernels[number].prepare_finalize.check()
 
 
@@ -214,7 +212,7 @@ def test_what_warming_up_records_is_what_calls_launch(name, all2all):
 def test_more_tokens_than_the_config_says_are_refused():
     case = Case(KINDS[NAMES[0]], "low_latency", (3, 1), ep=2, changes=(("max_num_tokens", 2),))
     _, kernels = ranks_of(case, room=2)
-    with pytest.raises(TensorError, match="hidden_states has 3 tokens, the buffers are for 2 of each rank"):
+    with pytest.raises(TensorError, match="hidden_states .*3"):
         start(kernels[0], inputs(case)[0])
     for _ in range(2):  # what was refused holds no buffer
         start(kernels[0], inputs(case)[1])
@@ -227,11 +225,11 @@ def test_what_it_can_not_do_is_said():
     assert "needs sm80 or newer, device is cpu" in reasons
     assert any(reason.startswith("needs the config's max_num_tokens") for reason in reasons)
     groups = SimpleNamespace(parallel=parallel, tokens="exchanged", among=str)
-    with pytest.raises(ConfigError, match="low_latency needs the config's max_num_tokens"):
+    with pytest.raises(ConfigError, match="max_num_tokens"):
         LowLatencyPrepareAndFinalize(config, groups)
     shared = "fp8-kFp8StaticTensorSym-kFp8DynamicTensorSym"
     case = Case(KINDS[shared], "low_latency", (2, 1), ep=2, changes=(("max_num_tokens", 2),))
-    with pytest.raises(ConfigError, match="brings rows that no token is in, and a scale that all rows share"):
+    with pytest.raises(ConfigError, match=r"\bscale\b"):
         ranks_of(case, room=2)
 
 
@@ -330,7 +328,7 @@ def test_another_backend_takes_its_place(monkeypatch):
     config = FusedMoEConfig(
         num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, parallel=groups.parallel, max_num_tokens=4
     )
-    with pytest.warns(FallbackWarning, match="'low_latency' can't be had, 'allgather_reducescatter' takes its place"):
+    with pytest.warns(FallbackWarning, match="'low_latency'.*'allgather_reducescatter'"):
         made = default_prepare_finalize(config, groups, device=DeviceInfo.parse("cpu"))
     assert made.name == "allgather_reducescatter"
 

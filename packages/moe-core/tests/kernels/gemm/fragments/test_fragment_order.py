@@ -137,16 +137,16 @@ def test_misaligned_and_strided_codes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="codes of 3 bits are not put"):
+    with pytest.raises(ConfigError, match="3 bits"):
         order_words(_codes(4, 1, 1, 64), 128, 3)
-    with pytest.raises(ConfigError, match="codes of 8 bits are not put in the order 'e2m1'"):
+    with pytest.raises(ConfigError, match="8 bits.*'e2m1'"):
         order_words(_codes(8, 1, 1, 64), 64, 8, order="e2m1")
     with pytest.raises(
         ConfigError,
-        match="'e5m2', expected one of 'integers' of 4 bits, 'integers' of",
+        match="'e5m2'",
     ):
         order_words(_codes(4, 1, 1, 64), 128, 4, order="e5m2")
-    with pytest.raises(TensorError, match="64 bytes a row, expected 65 for 129 columns"):
+    with pytest.raises(TensorError, match="64 bytes"):
         order_words(_codes(8, 1, 1, 64), 129, 4)
     with pytest.raises(TensorError, match="dtype"):
         order_words(_codes(8, 1, 1, 64).int(), 128, 4)

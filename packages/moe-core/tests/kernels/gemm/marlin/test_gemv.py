@@ -34,7 +34,7 @@ def test_activations_are_read_two_at_a_time() -> None:
 
 def test_words_of_an_older_layout_are_refused() -> None:
     words = torch.zeros(1, 8, 32, dtype=torch.int32)
-    with pytest.raises(TensorError, match=r"words have shape \[1, 8, 32\], expected 4 axes"):
+    with pytest.raises(TensorError, match=r"\[1, 8, 32\]"):
         MarlinMatrix(words, 8, 8, 32, -1, torch.ones(1, 1, 8))
 
 

@@ -179,5 +179,5 @@ def test_largest_magnitudes(swap, split, kind, device):
 
 def test_rows_of_h_without_room_for_whole_tiles_are_refused(device):
     product = Product(device)
-    with pytest.raises(TensorError, match=f"{SIZE} columns apart, expected room for {2 * BLOCK}"):
+    with pytest.raises(TensorError, match=f"{SIZE} columns"):
         product(Result.of(torch.empty(TOKENS * TOP_K, SIZE, device=device)), swap=False, split=1)
