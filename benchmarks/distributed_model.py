@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distributed import SCHEMES
 from moe_core import FusedMoEConfig, FusedMoEParallelConfig
-from moe_core.parallel.distributed.cost import LayerCost, layer_cost
-from moe_core.parallel.distributed.machine import Machine
+from moe_core.parallel.distributed.cost import Kind, LayerCost, Machine, layer_cost
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Point:
     def predicted(self, machine: Machine) -> float:
         """Return the predicted microseconds."""
         cost = self.cost(machine)
-        return self.alone_us + ((cost.latency or 0.0) + (cost.transfer or 0.0)) * 1e6
+        _, latency, transfer = cost.times or (0.0, 0.0, 0.0)
+        return self.alone_us + (latency + transfer) * 1e6
 
 
 def points(data: dict[str, Any]) -> list[Point]:
@@ -101,11 +102,90 @@ def points(data: dict[str, Any]) -> list[Point]:
     ]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Measured steps that were timed together.
+
+    Attributes:
+        kinds: kinds of the steps.
+        latency: seconds of latency, and of other known terms.
+        transfer: seconds of the transfers at full link bandwidth.
+        seconds: measured seconds.
+        calls: number of calls.
+        far: whether any data went between domains.
+    """
+
+    kinds: tuple[str, ...]
+    latency: float
+    transfer: float
+    seconds: float
+    calls: int = 1
+    far: bool = False
+
+    @staticmethod
+    def of(cost: LayerCost, machine: Machine, seconds: float) -> Sample:
+        """Combine the steps of a layer with their measured time."""
+        steps = (*cost.before, *cost.after)
+        # With free calls and links of full efficiency, what remains of a step is known.
+        ideal = replace(machine, kinds={kind: Kind(0.0, 1.0) for kind in machine.kinds})
+        wires = [
+            max(step.near_bytes / machine.near.bandwidth, step.far_bytes / machine.far.bandwidth) for step in steps
+        ]
+        known = sum(step.latency(ideal) + step.transfer(ideal) for step in steps) - sum(wires)
+        kinds = tuple(step.kind for step in steps)
+        return Sample(kinds, known, sum(wires), seconds, len(steps), any(step.far_bytes for step in steps))
+
+
 def fitted(machine: Machine, found: list[Point], source: str) -> Machine:
     """Fit the machine to the points; points no slower than the experts alone are ignored."""
-    return machine.fitted(
-        (p.cost(machine).sample(machine, (p.us - p.alone_us) * 1e-6) for p in found if p.us > p.alone_us), source
-    )
+    slower = [p for p in found if p.us > p.alone_us]
+    return fitted_to(machine, (Sample.of(p.cost(machine), machine, p.over_us * 1e-6) for p in slower), source)
+
+
+def fitted_to(machine: Machine, samples: Iterable[Sample], source: str) -> Machine:
+    """Return a machine with ``call`` and ``efficiency`` fitted to measured steps.
+
+    The model is ``seconds = calls * call + latency + transfer / efficiency``, fitted by least squares of relative
+    errors. Kinds that were timed together get the same values. A kind needs at least two samples of different sizes,
+    otherwise it is unchanged. Values between domains are unchanged if no sample went there.
+
+    Args:
+        machine: the machine before.
+        samples: the measurements.
+        source: description of where they come from.
+
+    Returns:
+        The fitted machine.
+    """
+    together: dict[tuple[str, ...], list[Sample]] = {}
+    for sample in samples:
+        together.setdefault(tuple(sorted(set(sample.kinds))), []).append(sample)
+    kinds = dict(machine.kinds)
+    for names, mine in together.items():
+        found = _least_squares(mine)
+        if found is not None:
+            far = any(sample.far for sample in mine)
+            kinds |= {name: found if far else replace(found, far_efficiency=kinds[name].far) for name in names}
+    return replace(machine, kinds=kinds, source=source)
+
+
+def _least_squares(samples: list[Sample]) -> Kind | None:
+    """Fit a kind to samples; None if they do not determine one."""
+    # Relative errors: divide each sample by its seconds.
+    rows = [(s.calls / s.seconds, s.transfer / s.seconds, (s.seconds - s.latency) / s.seconds) for s in samples]
+    calls = sum(a * a for a, _, _ in rows)
+    both = sum(a * b for a, b, _ in rows)
+    bytes_ = sum(b * b for _, b, _ in rows)
+    of_calls, of_bytes = sum(a * y for a, _, y in rows), sum(b * y for _, b, y in rows)
+    determinant = calls * bytes_ - both * both
+    if determinant <= 1e-12 * calls * bytes_:
+        return None
+    call = (of_calls * bytes_ - of_bytes * both) / determinant
+    if call < 0:
+        call, slope = 0.0, of_bytes / bytes_
+    else:
+        slope = (of_bytes * calls - of_calls * both) / determinant
+    return None if slope <= 0 else Kind(call, 1 / slope)
 
 
 def table(found: list[Point], machine: Machine) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core.parallel.distributed.machine import MACHINES, Kind, Machine
+from moe_core import FusedMoEConfig, FusedMoEParallelConfig
+from moe_core.parallel.distributed.cost import ALL_GATHER, ALL_TO_ALL, MACHINES, PUSH, Kind, Machine, layer_cost
 
+H200 = MACHINES["h200"]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -57,3 +59,37 @@ def test_the_fitted_model_is_within_the_noise(model: Any, tmp_path: Path, capsys
     assert "largest deviation" in capsys.readouterr().out
     found = Machine.load(str(machine)).kinds["push"]
     assert found.efficiency == pytest.approx(true.kinds["push"].efficiency, rel=0.05)
+
+
+def test_measured_layers_give_back_what_they_were_made_of(model: Any) -> None:
+    true = Machine.from_json(
+        {**H200.to_json(), "kinds": {"all_to_all": {"call": 9e-6, "efficiency": 0.7}, "push": vars(Kind(1e-6, 0.5))}}
+    )
+    samples = []
+    for ranks in (2, 4, 16):
+        config = FusedMoEConfig(64, 4, 4096, 1024, parallel=FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks))
+        for name in ("alltoall", "low_latency"):
+            for tokens in (1, 64, 16384):
+                cost = layer_cost(name, config, tokens, true)
+                assert cost is not None
+                assert cost.times is not None
+                samples.append(model.Sample.of(cost, H200, sum(cost.times[1:])))
+    fitted = model.fitted_to(H200, samples, "a test")
+    for kind in (ALL_TO_ALL, PUSH):
+        assert fitted.kinds[kind].call == pytest.approx(true.kinds[kind].call, rel=1e-6)
+        assert fitted.kinds[kind].efficiency == pytest.approx(true.kinds[kind].efficiency)
+    assert fitted.kinds[ALL_GATHER] == H200.kinds[ALL_GATHER]
+    assert fitted.source == "a test"
+
+
+def test_steps_within_a_domain_say_nothing_of_the_network(model: Any) -> None:
+    near, far = (
+        [model.Sample((PUSH,), 0.0, size, 1e-6 + 2 * size, 1, far) for size in (1e-6, 1e-3)] for far in (False, True)
+    )
+    found, whole = (model.fitted_to(H200, samples, "a test").kinds[PUSH] for samples in (near, far))
+    assert (found.efficiency, found.far) == (pytest.approx(0.5), H200.kinds[PUSH].far)
+    assert (whole.efficiency, whole.far) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_one_size_says_nothing_of_bytes(model: Any) -> None:
+    assert model.fitted_to(H200, [model.Sample((ALL_TO_ALL,), 0.0, 1e-3, 2e-3)] * 3, "a test").kinds == H200.kinds

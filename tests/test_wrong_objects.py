@@ -14,7 +14,7 @@ import pytest
 import torch
 from moe_core.checkpoint import Checkpoint
 from moe_core.checkpoint.source import read_layer
-from moe_core.parallel.distributed.machine import Machine
+from moe_core.parallel.distributed.cost import Machine
 from moe_core.parallel.placement.load_recorder import ExpertLoadRecorder
 from moe_core.parallel.placement.moves import placement_steps
 from moe_core.parallel.placement.placement import ExpertPlacement, load_placements, save_placements

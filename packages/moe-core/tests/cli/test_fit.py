@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.parallel.distributed.machine import MACHINES
+from moe_core.parallel.distributed.cost import MACHINES
 from moe_core.spec import device
 from moe_core.spec.cards import CARDS, card_of
 from moe_core_checkpoints import TOP_K, E, K, N, layer_tensors, write

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._output import progress
-from moe_core.parallel.distributed.cost import active_experts, products_of
+from moe_core.parallel.distributed.cost import products_of
+from moe_core.parallel.distributed.uniform_routing import active_experts
 from moe_core.spec.config import TokenSharing
 
 if TYPE_CHECKING:
     from moe_core.cli._machine import Limits
+    from moe_core.cli._prepare_finalize import PrepareFinalizeCandidate
     from moe_core.cli._ranks import Ranks
     from moe_core.parallel.distributed import ParallelGroups
     from moe_core.parallel.shard import LayerShard
-    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeCandidate
     from moe_core.spec.weights import MoEWeights
 
 

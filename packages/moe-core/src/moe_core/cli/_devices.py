@@ -15,8 +15,8 @@ from moe_core.cli.terminal.console import complain
 
 if TYPE_CHECKING:
     from moe_core.cli._fit import Fit
+    from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
     from moe_core.selection.memory import LayerMemory
-    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.selection.report import SelectionReport
 
 _HEADER = ("device", "backend", "kernel", "tested there", "weights", "workspace", "needs", "fits")

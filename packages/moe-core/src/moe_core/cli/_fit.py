@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from moe_core.cli import _report
 from moe_core.cli._machine import Limits
 from moe_core.cli._output import bytes_text, duration
-from moe_core.parallel.distributed.cost import active_experts, products_of
+from moe_core.parallel.distributed.cost import products_of
+from moe_core.parallel.distributed.uniform_routing import active_experts
 from moe_core.spec.cards import card_of
 
 if TYPE_CHECKING:

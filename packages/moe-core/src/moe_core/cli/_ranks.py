@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from moe_core.cli._prepare_finalize import PrepareFinalizeCandidate, PrepareFinalizeSelection
     from moe_core.parallel.distributed import ParallelGroups
     from moe_core.parallel.shard_plan import ColumnCut
-    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeCandidate, PrepareFinalizeSelection
     from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
 
 

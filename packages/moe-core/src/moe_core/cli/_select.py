@@ -14,9 +14,9 @@ from moe_core.selection.report import BackendRefusedError, NoBackendError, Selec
 if TYPE_CHECKING:
     import torch
 
+    from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
     from moe_core.parallel.shard_plan import ColumnCut
     from moe_core.selection.memory import LayerMemory
-    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.selection.report import SelectionReport
     from moe_core.spec.config import FusedMoEConfig
     from moe_core.spec.quant_key import QuantKey
@@ -82,10 +82,10 @@ def select_over_ranks(
     Raises:
         ConfigError: An activation format was requested.
     """
-    from moe_core.parallel.distributed.machine import Machine
+    from moe_core.cli._prepare_finalize import select_prepare_finalize
+    from moe_core.parallel.distributed.cost import Machine
     from moe_core.parallel.shard_plan import plain_cut
     from moe_core.selection.column_choice import select_cut
-    from moe_core.selection.prepare_finalize_choice import select_prepare_finalize
     from moe_core.selection.registry import registry
 
     if getattr(args, "activation_format", "standard") == "batched":

@@ -1,30 +1,33 @@
-"""The cost model on cases that were computed by hand, and against routing that is counted."""
+"""The cost model on cases that were computed by hand; figures of machines: checked, written and read."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
 from dataclasses import replace
-from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_core import FusedMoEConfig, FusedMoEParallelConfig, kFp8Dynamic128Sym, kFp8StaticTensorSym
+from moe_core import ConfigError, FusedMoEConfig, FusedMoEParallelConfig, kFp8Dynamic128Sym, kFp8StaticTensorSym
 from moe_core.parallel.distributed.cost import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    MACHINES,
+    PUSH,
+    Kind,
     LayerCost,
     Line,
+    Link,
+    Machine,
     Peers,
     Step,
-    active_experts,
-    expected_ranks,
     fastest,
     forwarded,
-    hit_probability,
     layer_cost,
     payload_bytes,
     ring,
 )
-from moe_core.parallel.distributed.machine import ALL_GATHER, ALL_TO_ALL, MACHINES, PUSH, Kind, Link, Machine
 
 #: 100 GB/s by NVLink, 10 GB/s by the network, one hop 1 µs and 5 µs; collectives attain all of it
 ROUND = Machine(
@@ -46,31 +49,25 @@ def config(
     return FusedMoEConfig(experts, top_k, hidden, inter, parallel=parallel)
 
 
+def compute(cost: LayerCost) -> float:
+    assert cost.times is not None
+    return cost.times[0]
+
+
+def latency(cost: LayerCost) -> float:
+    assert cost.times is not None
+    return cost.times[1]
+
+
+def transfer(cost: LayerCost) -> float:
+    assert cost.times is not None
+    return cost.times[2]
+
+
 def cost_of(name: str, *arguments: Any, **named: Any) -> LayerCost:
     found = layer_cost(name, *arguments, **named)
     assert found is not None
     return found
-
-
-def test_a_token_goes_to_as_many_ranks_as_sets_of_experts_say() -> None:
-    experts, top_k = 6, 3
-    for ep_size in (1, 2, 3, 4, 6):
-        each, more = divmod(experts, ep_size)
-        rank_of = [rank for rank in range(ep_size) for _ in range(each + (rank < more))]
-        sets = list(itertools.combinations(range(experts), top_k))
-        counted = Fraction(sum(len({rank_of[expert] for expert in chosen}) for chosen in sets), len(sets))
-        assert expected_ranks(experts, ep_size, top_k) == counted
-
-
-def test_probabilities_at_their_ends() -> None:
-    assert hit_probability(8, 8, 1) == 1
-    assert hit_probability(8, 0, 8) == 0
-    assert hit_probability(8, 1, 8) == 1
-    # DeepSeek-V3 on 32 ranks: 8 of 256 experts, 8 per rank; 1 - (248 * ... * 241) / (256 * ... * 249) = 0.22709
-    assert float(expected_ranks(256, 32, 8)) == pytest.approx(7.2668, abs=1e-4)
-    assert active_experts(8, 4, 2, 1) == 1
-    assert active_experts(8, 4, 2, 2) == 4 * (1 - 0.75**2)
-    assert active_experts(8, 4, 8, 1) == 4
 
 
 def test_a_token_travels_with_its_dynamic_scales() -> None:
@@ -98,7 +95,7 @@ def test_a_ring_passes_on_what_others_have() -> None:
 
 def test_over_the_network_once_per_domain() -> None:
     # 2 domains of 2 ranks, a token goes to each rank with 1/2, to each domain with 3/4, 100 tokens of 10 bytes
-    step = forwarded(ALL_TO_ALL, Peers(4, 2), 0.5, 0.75, 100, 10)
+    step = forwarded(ALL_TO_ALL, Peers(4, 2), 0.5, 0.75, 1000)
     # in both domains, one of two ranks is handed the tokens that the other has
     assert step == Step(ALL_TO_ALL, 2 * 0.5 * 1000, 0.75 * 1000, 1, 1)
 
@@ -107,20 +104,20 @@ def test_tensor_parallel_ranks_sum_up() -> None:
     cost = cost_of("all_reduce", config(tp=4), 100, ROUND)
     # a reduce-scatter and an all-gather of 100 * 1000 * 2 bytes in four parts
     assert (cost.dispatch_bytes, cost.combine_bytes) == (0, 2 * 3 * 50_000)
-    assert cost.transfer == pytest.approx(300_000 / 100e9)
-    assert cost.latency == pytest.approx(6e-6)
+    assert transfer(cost) == pytest.approx(300_000 / 100e9)
+    assert latency(cost) == pytest.approx(6e-6)
     half = cost_of("reduce_scatter", config(tp=4), 100, ROUND)
     assert (half.dispatch_bytes, half.combine_bytes) == (0, 3 * 50_000)
     nothing = cost_of("none", config(tp=4), 100, ROUND)
-    assert (nothing.dispatch_bytes, nothing.combine_bytes, nothing.latency) == (0, 0, 0)
+    assert (nothing.dispatch_bytes, nothing.combine_bytes, latency(nothing)) == (0, 0, 0)
 
 
 def test_all_gather_and_reduce_scatter() -> None:
     cost = cost_of("allgather_reducescatter", config(ep=4, dp=4), 100, ROUND)
     assert cost.dispatch_bytes == 3 * 100 * (2000 + 16)
     assert cost.combine_bytes == 3 * 100 * 2000
-    assert cost.transfer == pytest.approx(300 * 4016 / 100e9)
-    assert cost.latency == pytest.approx(2 * 3e-6)
+    assert transfer(cost) == pytest.approx(300 * 4016 / 100e9)
+    assert latency(cost) == pytest.approx(2 * 3e-6)
 
 
 def test_all_to_all_sends_a_token_once_per_rank() -> None:
@@ -130,11 +127,11 @@ def test_all_to_all_sends_a_token_once_per_rank() -> None:
     # codes and 8 scales of blocks of 128, and the routing of 2 slots
     assert cost.dispatch_bytes == pytest.approx(3 * hit * 100 * (1000 + 32 + 16))
     assert cost.combine_bytes == pytest.approx(3 * hit * 100 * 2000)
-    assert cost.latency == pytest.approx(2 * 1e-6)
+    assert latency(cost) == pytest.approx(2 * 1e-6)
     # between hosts 8 bytes to each rank say how much comes, and the host waits for them
     far = cost_of("alltoall", config(ep=8, dp=8), 100, replace(ROUND, sync=1e-3))
     assert far.before[0] == Step(ALL_TO_ALL, 3 * 8, 4 * 8, 0, 1, 1)
-    assert far.latency == pytest.approx(3 * 5e-6 + 1e-3)
+    assert latency(far) == pytest.approx(3 * 5e-6 + 1e-3)
 
 
 def test_rows_that_exceed_the_cache_go_through_memory() -> None:
@@ -144,8 +141,8 @@ def test_rows_that_exceed_the_cache_go_through_memory() -> None:
     # 2000 bytes are read and 2 * 2064 written; results: 2 added to one
     there, back = cost.before[0].memory_bytes, cost.after[0].memory_bytes
     assert (there, back) == (1000 * (2000 + 2 * 2064), 1000 * 2000 * 3)
-    assert cost.transfer == pytest.approx(1000 * 4064 / 100e9 + (there + back - 2e6) / 0.5e12)
-    assert few.transfer == pytest.approx(50 * 4064 / 100e9)
+    assert transfer(cost) == pytest.approx(1000 * 4064 / 100e9 + (there + back - 2e6) / 0.5e12)
+    assert transfer(few) == pytest.approx(50 * 4064 / 100e9)
     line = Line.of("low_latency", config(ep=2, dp=2, top_k=8), machine)
     assert line is not None
     assert line.at(1000) == pytest.approx(2e-6 + 1000 * 4064 / 100e9 + (there + back) / 0.5e12)
@@ -154,7 +151,7 @@ def test_rows_that_exceed_the_cache_go_through_memory() -> None:
 def test_batch_invariant_layers_bring_every_part_to_who_adds_it() -> None:
     parts = {tp: cost_of("all_reduce", replace(config(tp=tp), batch_invariant=True), 100, ROUND) for tp in (2, 4)}
     assert parts[2].combine_bytes == cost_of("all_reduce", config(tp=2), 100, ROUND).combine_bytes  # a + b = b + a
-    assert (parts[4].combine_bytes, parts[4].latency) == (3 * 200_000, pytest.approx(3e-6))
+    assert (parts[4].combine_bytes, latency(parts[4])) == (3 * 200_000, pytest.approx(3e-6))
     back = cost_of("allgather_reducescatter", replace(config(ep=4, dp=4), batch_invariant=True), 100, ROUND).after
     assert back == (Step(ALL_TO_ALL, 3 * 100 * 2000, 0, 1, 0),)
 
@@ -165,10 +162,10 @@ def test_between_hosts_the_network_counts() -> None:
     near, far = 3 * hit * 100, 4 * hit * 100
     assert [step.near_bytes for step in (*cost.before, *cost.after)] == [near * 2016, near * 2000]
     assert [step.far_bytes for step in (*cost.before, *cost.after)] == [far * 2016, far * 2000]
-    assert cost.transfer == pytest.approx(far * 4016 / 10e9)
-    assert cost.latency == pytest.approx(2 * 5e-6)
+    assert transfer(cost) == pytest.approx(far * 4016 / 10e9)
+    assert latency(cost) == pytest.approx(2 * 5e-6)
     slow = replace(ROUND, kinds={PUSH: Kind(0.0, 1.0, 0.5)})
-    assert cost_of("low_latency", config(ep=8, dp=8), 100, slow).transfer == pytest.approx(far * 4016 / 5e9)
+    assert transfer(cost_of("low_latency", config(ep=8, dp=8), 100, slow)) == pytest.approx(far * 4016 / 5e9)
 
 
 def test_ranks_of_an_expert_parallel_rank_sum_what_they_share() -> None:
@@ -182,10 +179,10 @@ def test_the_share_of_the_experts() -> None:
     layer = config(ep=4, dp=4)
     few = cost_of("alltoall", layer, 1, ROUND, expert_bytes=1e6)
     many = cost_of("alltoall", layer, 10_000, ROUND, expert_bytes=1e6, product_bits=8)
-    assert few.compute == pytest.approx(2 * (1 - 0.75**4) * 1e6 / 1e12)
+    assert compute(few) == pytest.approx(2 * (1 - 0.75**4) * 1e6 / 1e12)
     # 40,000 tokens, 2 slots each, a quarter of them here; 3 matrices of 500 x 1000
-    assert many.compute == pytest.approx(2 * 20_000 * 1_500_000 / 2e14)
-    parts = [part for part in (many.compute, many.latency, many.transfer) if part is not None]
+    assert compute(many) == pytest.approx(2 * 20_000 * 1_500_000 / 2e14)
+    parts = [compute(many), latency(many), transfer(many)]
     assert many.seconds == pytest.approx(sum(parts))
     assert many.overlapped == pytest.approx(max(parts[0], parts[2]) + parts[1])
 
@@ -226,3 +223,62 @@ def test_on_many_ranks_what_travels_stays_below_a_copy_per_expert(ranks: int) ->
     direct, gathered = (cost_of(w, layer, 128, MACHINES["h200"]) for w in ("alltoall", "allgather_reducescatter"))
     assert direct.combine_bytes <= 8 * 128 * 7168 * 2
     assert gathered.combine_bytes == pytest.approx((ranks - 1) * 128 * 7168 * 2)
+
+
+H200 = MACHINES["h200"]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines_survive_json(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MACHINES[name].to_json()))
+    assert Machine.load(str(path)) == MACHINES[name] == Machine.load(name)
+
+
+def test_a_machine_is_found_by_its_gpu() -> None:
+    assert Machine.of_device("NVIDIA H200") == H200
+    assert Machine.of_device("h200") == H200
+    assert Machine.of_device("NVIDIA A100-SXM4-80GB") == MACHINES["a100"]
+    assert Machine.of_device("cpu") is None
+
+
+def test_a_rate_of_operands_that_has_none_is_that_of_wider_ones() -> None:
+    assert H200.rate(4) == H200.rate(8) == 1979e12
+    assert H200.rate(16) == H200.rate(32) == 989e12
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"domain": 0}, "domain must be a positive integer, got 0"),
+        ({"near": {"bandwidth": 0, "latency": 0}}, r"near.bandwidth is 0, expected a positive"),
+        ({"sync": -1}, "sync is -1, expected 0 or more"),
+        ({"rates": {"8": 1.0}}, "that of 16 bits"),
+        ({"kinds": {"pigeon": {"call": 0, "efficiency": 1}}}, "unknown kind of step 'pigeon'"),
+        ({"wings": 2}, "invalid machine description"),
+        ({"near": 3}, "invalid machine description"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(change: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Machine.from_json({**H200.to_json(), **change})
+
+
+def test_files_that_hold_no_machine_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    with pytest.raises(ConfigError, match=r"machine.json can't be read"):
+        Machine.load(str(path))
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"machine.json is not valid JSON"):
+        Machine.load(str(path))
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"machine.json holds a JSON list, expected an object"):
+        Machine.load(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"machine.json is nested too deeply"):
+        Machine.load(str(path))
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"machine.json: invalid machine description"):
+        Machine.load(str(path))
+    with pytest.raises(ConfigError, match="'h20o' is unknown; did you mean 'h200'"):
+        Machine.load("h20o")

@@ -19,9 +19,9 @@ from moe_core.cli.checks import names_of
 from moe_core.cli.terminal.console import complain
 
 if TYPE_CHECKING:
+    from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
     from moe_core.parallel.shard_plan import ColumnCut
     from moe_core.selection.memory import LayerMemory
-    from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection
     from moe_core.selection.report import SelectionReport
 
 

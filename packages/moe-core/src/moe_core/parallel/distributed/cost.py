@@ -1,14 +1,8 @@
-"""Communication cost model of prepare/finalize classes: bytes, calls, hops and seconds.
+"""Predicted cost of prepare/finalize classes: bytes, calls, hops and seconds, and figures of machines.
 
-The model assumes uniform routing: a token's k experts are any k of the E, all sets equally likely, independent of other
-tokens.
+The command line compares classes by it; layers at runtime do not use it.
 
-**Number of ranks that a token goes to.** A rank holds L of the E experts. Of the C(E, k) sets of experts, C(E - L, k)
-contain none of its experts, so a token goes to it with probability ``p = 1 - C(E - L, k) / C(E, k)``. The number of
-ranks that a token goes to is the sum over all ranks of an indicator. The expectation of a sum is the sum of the
-expectations, even if the terms are dependent: ``P * p`` for P ranks that hold L experts each. With the experts of a
-whole domain in place of L, the same formula counts domains. An expert has at least one of T independent tokens with
-probability ``1 - (1 - k / E)**T``.
+Routing is taken to be uniform (:mod:`moe_core.parallel.distributed.uniform_routing`).
 
 **Seconds of a step** between ranks: the time of its kind before anything moves, the hops of its last byte, and the
 larger of the NVLink time and the network time, each as bytes over the bandwidth of one GPU that the kind attains::
@@ -31,76 +25,284 @@ calls and hops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from moe_core.parallel.distributed.machine import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    PUSH,
-    REDUCE_SCATTER,
-    Machine,
-    Sample,
-)
-from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig, TokenSharing, whole_number
+from moe_core._support.atomic_write import as_path
+from moe_core.errors import ConfigError, did_you_mean
+from moe_core.parallel.distributed.uniform_routing import active_experts, expected_ranks
+from moe_core.spec.cards import CARDS
+from moe_core.spec.config import FusedMoEConfig, TokenSharing, whole_number
 from moe_core.spec.quant_key import QuantKey, check_one_level
 
 #: Bytes of routing per (token, expert) pair: a float32 weight and an int32 id.
 ROUTING_BYTES = 8
 
+#: Kinds of communication steps: NCCL collectives, and kernels that write into the memory of other GPUs.
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "push",
+)
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PUSH)
 
-def hit_probability(num_experts: int, held: int, top_k: int) -> Fraction:
-    """Return the probability that a token chooses at least one of some experts.
+
+@dataclass(frozen=True)
+class Link:
+    """One GPU's link to others.
+
+    Attributes:
+        bandwidth: Bytes/s in each direction.
+        latency: Seconds of one hop.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The overhead and attained bandwidth of one kind of communication step.
+
+    Attributes:
+        call: Seconds before anything moves.
+        efficiency: Attained fraction (0 to 1) of the link bandwidth within a domain.
+        far_efficiency: Attained fraction of the bandwidth between domains; None for the same.
+    """
+
+    call: float
+    efficiency: float
+    far_efficiency: float | None = None
+
+    @property
+    def far(self) -> float:
+        """Attained fraction of the network bandwidth."""
+        return self.efficiency if self.far_efficiency is None else self.far_efficiency
+
+
+#: figures of a machine that may be zero; all others are positive
+_MAY_BE_ZERO = ("latency", "sync", "cache", "call")
+
+
+def _figures(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of nested mappings, each with its dotted name."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _figures(value, f"{prefix}{name}.")
+        elif value is not None and name not in ("name", "source"):
+            yield f"{prefix}{name}", value
+
+
+#: Defaults for kinds that were not measured: NCCL's time for a small message, and the fraction of NVLink that its rings
+#: attain.
+_ASSUMED = {
+    ALL_GATHER: Kind(8e-6, 0.8),
+    REDUCE_SCATTER: Kind(8e-6, 0.8),
+    ALL_REDUCE: Kind(8e-6, 0.8),
+    ALL_TO_ALL: Kind(12e-6, 0.75),
+    PUSH: Kind(3e-6, 0.75),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal GPUs.
+
+    Attributes:
+        name: Name of the machine.
+        domain: Number of GPUs that reach each other's memory (NVLink): those of a host, or of a rack.
+        near: One GPU's link within a domain.
+        far: One GPU's share of the network between domains.
+        memory_bandwidth: GPU memory bandwidth in bytes/s.
+        rates: Operations/s of dense matrix products by the bits of their operands; a multiply-add is two operations.
+        kinds: Overhead and efficiency of each kind of step.
+        sync: Seconds that the host loses when it must wait for a number from the GPU.
+        cache: Bytes of a GPU's last-level cache. What kernels around a step move beyond it goes through memory. None:
+            ignore memory traffic.
+        memory_efficiency: Fraction of ``memory_bandwidth`` that these kernels attain.
+        source: Where the figures come from.
+
+    Raises:
+        ConfigError: A figure is invalid.
+    """
+
+    name: str
+    domain: int
+    near: Link
+    far: Link
+    memory_bandwidth: float
+    rates: Mapping[int, float]
+    kinds: Mapping[str, Kind] = field(default_factory=lambda: _ASSUMED)
+    sync: float = 20e-6
+    cache: float | None = None
+    memory_efficiency: float = 0.75
+    source: str = "data sheets; latencies and attained bandwidths are assumed"
+
+    def __post_init__(self) -> None:
+        whole_number(f"machine {self.name}: domain", self.domain)
+        unknown = sorted(set(self.kinds) - set(KINDS))
+        if unknown:
+            raise ConfigError(f"machine {self.name}: unknown kind of step {unknown[0]!r}; known: {', '.join(KINDS)}")
+        object.__setattr__(self, "kinds", {**_ASSUMED, **self.kinds})
+        object.__setattr__(self, "rates", dict(self.rates))
+        if 16 not in self.rates:
+            raise ConfigError(f"machine {self.name}: rates is {dict(self.rates)}, expected that of 16 bits at least")
+        for name, value in _figures(asdict(self)):
+            optional = name.rpartition(".")[2] in _MAY_BE_ZERO
+            if not 0 <= value < math.inf or not (value or optional):
+                least = "0 or more" if optional else "a positive number"
+                raise ConfigError(f"machine {self.name}: {name} is {value!r}, expected {least}")
+
+    def rate(self, bits: int) -> float:
+        """Return the rate of matrix products for an operand width, or for the next wider one.
+
+        Args:
+            bits: Bits of the operands.
+
+        Returns:
+            Operations/s.
+        """
+        return self.rates[min((known for known in self.rates if known >= bits), default=16)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict that :meth:`from_json` reads."""
+        return {**asdict(self), "rates": {str(bits): rate for bits, rate in self.rates.items()}}
+
+    @staticmethod
+    def from_json(value: object) -> Machine:
+        """Read the result of :meth:`to_json`.
+
+        Args:
+            value: Parsed JSON.
+
+        Returns:
+            The machine.
+
+        Raises:
+            ConfigError: The value is not a valid machine description.
+        """
+        try:
+            if not isinstance(value, dict):
+                raise TypeError(f"it is a {type(value).__name__}, expected an object")
+            given: dict[str, Any] = dict(value)
+            given["near"], given["far"] = Link(**given["near"]), Link(**given["far"])
+            given["rates"] = {int(bits): rate for bits, rate in given["rates"].items()}
+            if "kinds" in given:
+                given["kinds"] = {name: Kind(**kind) for name, kind in given["kinds"].items()}
+            return Machine(**given)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            names = ", ".join(f.name for f in fields(Machine))
+            raise ConfigError(f"invalid machine description: {error}; expected {names}") from None
+
+    @staticmethod
+    def load(name: str) -> Machine:
+        """Load a machine by name or from a JSON file.
+
+        Args:
+            name: Name ("h200"), or path of a JSON file.
+
+        Returns:
+            The machine.
+
+        Raises:
+            ConfigError: The name is unknown, or the file is not valid.
+        """
+        from moe_core._support.strict_json import load_settings
+
+        path = as_path("name", name)
+        if str(name) in MACHINES:
+            return MACHINES[str(name)]
+        if path.suffix != ".json":
+            meant = did_you_mean(name, MACHINES)
+            raise ConfigError(f"machine {name!r} is unknown{meant}; expected {', '.join(MACHINES)} or a JSON file")
+        content = load_settings("name", path)
+        try:
+            return Machine.from_json(content)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}") from None
+
+    @staticmethod
+    def of_device(name: str) -> Machine | None:
+        """Return the known machine with a GPU.
+
+        Args:
+            name: Name of the GPU ("NVIDIA H200", "h200").
+
+        Returns:
+            The machine, or None for an unknown GPU.
+        """
+        words = name.lower().replace("-", " ").split()
+        return next((MACHINES[word] for word in words if word in MACHINES), None)
+
+
+def _nvlink(
+    name: str,
+    domain: int,
+    near: float,
+    far: float,
+    memory: float,
+    cache: float,
+    measured: Mapping[str, Kind] | None = None,
+    where: str = "",
+) -> Machine:
+    """Build a machine from data sheet units.
 
     Args:
-        num_experts: Number of experts E.
-        held: Number of experts of interest.
-        top_k: Number of experts per token.
-
-    Returns:
-        The exact probability.
+        name: Name of the card, whose rates are used.
+        domain: GPUs per domain.
+        near: GB/s of each direction within a domain.
+        far: GB/s of each direction between domains.
+        memory: TB/s of memory.
+        cache: MB of cache.
+        measured: Measured kinds of steps.
+        where: What they were measured on.
     """
-    return 1 - Fraction(math.comb(max(num_experts - held, 0), top_k), math.comb(num_experts, top_k))
-
-
-@cache
-def expected_ranks(num_experts: int, ep_size: int, top_k: int) -> Fraction:
-    """Return the mean number of expert-parallel ranks that a token goes to.
-
-    If ``ep_size`` does not divide E, the first ranks hold one expert more.
-
-    Args:
-        num_experts: Number of experts E.
-        ep_size: Number of expert-parallel ranks.
-        top_k: Number of experts per token.
-
-    Returns:
-        The exact mean.
-    """
-    each, more = divmod(num_experts, ep_size)
-    return more * hit_probability(num_experts, each + 1, top_k) + (ep_size - more) * hit_probability(
-        num_experts, each, top_k
+    machine = Machine(
+        name,
+        domain,
+        near=Link(near * 1e9, 1e-6),
+        far=Link(far * 1e9, 4e-6),
+        memory_bandwidth=memory * 1e12,
+        rates=CARDS[name].rates_by_bits,
+        cache=cache * 1e6,
     )
+    return machine if measured is None else replace(machine, kinds=measured, source=_SOURCE.format(where))
 
 
-def active_experts(num_experts: int, held: int, top_k: int, tokens: int) -> float:
-    """Return the mean number of experts that have at least one token.
+#: Attained by layers of this package: benchmarks/distributed_model.py, with docs/results/several-gpus-h100.json and
+#: docs/results/several-gpus.json. The latter predates sending results to all ranks at the same time, so push on the
+#: H200 uses the fraction of the links that the H100 attains.
+_H100 = {
+    ALL_GATHER: Kind(15.7e-6, 0.54, 0.8),
+    REDUCE_SCATTER: Kind(15.7e-6, 0.54, 0.8),
+    PUSH: Kind(14.0e-6, 0.85, 0.75),
+}
+_H200 = {
+    ALL_GATHER: Kind(14.5e-6, 0.43, 0.8),
+    REDUCE_SCATTER: Kind(14.5e-6, 0.43, 0.8),
+    PUSH: Kind(8.5e-6, 0.85, 0.75),
+}
+_SOURCE = "data sheets; all-gather, reduce-scatter and push measured on {}, all else assumed"
 
-    Args:
-        num_experts: Number of experts E.
-        held: Number of experts of interest.
-        top_k: Number of experts per token.
-        tokens: Number of tokens.
-
-    Returns:
-        The mean.
-    """
-    return held * (1 - (1 - top_k / num_experts) ** tokens)
+#: Hosts with eight GPUs and one network adapter per GPU (200 Gbit/s for A100, otherwise 400), and a rack with 72.
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        machine.name: machine
+        for machine in (
+            _nvlink("a100", 8, 300, 25, 2.04, 40),
+            _nvlink("h100", 8, 450, 50, 3.35, 50, _H100, "two and four GPUs of a host"),
+            _nvlink("h200", 8, 450, 50, 4.8, 50, _H200, "two GPUs of a host (what push attains: H100)"),
+            _nvlink("b200", 8, 900, 50, 7.7, 126),
+            _nvlink("gb200", 72, 900, 50, 8.0, 126),
+        )
+    }
+)
 
 
 def payload_bytes(hidden_size: int, dtype_bytes: int, key: QuantKey | None) -> int:
@@ -166,7 +368,7 @@ class Step:
     """One communication call, as seen by a rank.
 
     Attributes:
-        kind: Kind of step, see :mod:`.machine`.
+        kind: Kind of step, one of :data:`KINDS`.
         near_bytes: Bytes sent over NVLink; the same number is received, since routing is uniform.
         far_bytes: Bytes sent over the network; the same number is received.
         near_hops: Hops of the last byte over NVLink.
@@ -206,42 +408,10 @@ class Step:
         """
         kind, near, far = machine.kinds[self.kind], machine.near.bandwidth, machine.far.bandwidth
         links = max(self.near_bytes / (near * kind.efficiency), self.far_bytes / (far * kind.far))
-        return links + self.memory(machine)
-
-    def memory(self, machine: Machine) -> float:
-        """Return the seconds to move the bytes in a GPU's own memory.
-
-        Args:
-            machine: The machine.
-
-        Returns:
-            Seconds.
-        """
         if machine.cache is None:
-            return 0.0
-        return max(self.memory_bytes - machine.cache, 0.0) / (machine.memory_bandwidth * machine.memory_efficiency)
-
-    def wire(self, machine: Machine) -> float:
-        """Return the seconds to move the bytes at full link bandwidth.
-
-        Args:
-            machine: The machine.
-
-        Returns:
-            Seconds.
-        """
-        return max(self.near_bytes / machine.near.bandwidth, self.far_bytes / machine.far.bandwidth)
-
-    def hops(self, machine: Machine) -> float:
-        """Return the seconds of hops and host synchronization.
-
-        Args:
-            machine: The machine.
-
-        Returns:
-            Seconds.
-        """
-        return self.latency(machine) - machine.kinds[self.kind].call
+            return links
+        beyond = max(self.memory_bytes - machine.cache, 0.0)
+        return links + beyond / (machine.memory_bandwidth * machine.memory_efficiency)
 
 
 @dataclass(frozen=True)
@@ -249,103 +419,69 @@ class Traffic:
     """The data that a call moves between the ranks of a layer.
 
     Attributes:
-        parallel: The ranks, and which of them bring the same tokens.
-        num_experts: Number of experts E.
-        top_k: Number of experts per token.
+        config: Config of a rank.
         tokens: Number of tokens M that each rank brings.
-        token_bytes: Bytes of a hidden state during dispatch.
-        result_bytes: Bytes of a result during combine.
         domain: Number of GPUs that reach each other by NVLink.
-        fixed_order: Whether ranks are summed in a fixed order, as in batch-invariant layers.
+        payload: Quantization of tokens before dispatch; None for unquantized.
     """
 
-    parallel: FusedMoEParallelConfig
-    num_experts: int
-    top_k: int
+    config: FusedMoEConfig
     tokens: int
-    token_bytes: int
-    result_bytes: int
     domain: int
-    fixed_order: bool = False
+    payload: QuantKey | None = None
 
-    @staticmethod
-    def of(config: FusedMoEConfig, tokens: int, domain: int, payload: QuantKey | None = None) -> Traffic:
-        """Describe the traffic of a layer's call.
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token during dispatch, with its routing."""
+        config = self.config
+        state = payload_bytes(config.hidden_size, config.dtype.itemsize, self.payload)
+        return state + ROUTING_BYTES * config.top_k
 
-        Args:
-            config: Config of a rank.
-            tokens: Number of tokens per rank.
-            domain: Number of GPUs that reach each other by NVLink.
-            payload: Quantization of tokens before dispatch; None for unquantized.
-
-        Returns:
-            The traffic.
-        """
-        width = config.hidden_size, config.dtype.itemsize
-        return Traffic(
-            config.parallel,
-            config.num_experts,
-            config.top_k,
-            whole_number("tokens", tokens, 0),
-            payload_bytes(*width, payload),
-            payload_bytes(*width, None),
-            domain,
-            config.batch_invariant,
-        )
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of a result during combine."""
+        return self.config.hidden_size * self.config.dtype.itemsize
 
     @property
     def travelling(self) -> Peers:
         """The ranks among which each brings separate tokens."""
-        parallel = self.parallel
+        parallel = self.config.parallel
         if parallel.token_sharing is TokenSharing.NONE:
             return Peers.of(parallel.world_size, 1, self.domain)
         if parallel.token_sharing is TokenSharing.EP_RANK:
             return Peers.of(parallel.ep_size, parallel.tp_size, self.domain)
         return Peers(1, 1)
 
-    @property
-    def hit(self) -> float:
-        """Probability that a token goes to a given rank of :attr:`travelling`."""
-        return float(expected_ranks(self.num_experts, self.parallel.ep_size, self.top_k)) / self.parallel.ep_size
+    def hit(self, groups: int) -> float:
+        """Probability that a token goes to a given one of ``groups`` equal groups of ranks."""
+        return float(expected_ranks(self.config.num_experts, groups, self.config.top_k)) / groups
+
+    def sent(self, size: int, *, syncs: int = 0, memory_bytes: float = 0.0, kind: str) -> Step:
+        """Return the step that sends ``size`` bytes of each token directly to every rank that it goes to."""
+        hit = self.hit(self.config.parallel.ep_size)
+        return direct(kind, self.travelling, hit * self.tokens * size, syncs, memory_bytes)
 
     def summing(self) -> tuple[Step, ...]:
         """All-reduce among ranks that bring the same tokens; empty if there are none."""
-        parallel = self.parallel
-        size = {TokenSharing.ALL: parallel.world_size, TokenSharing.EP_RANK: parallel.tp_size}.get(
-            parallel.token_sharing, 1
-        )
+        parallel = self.config.parallel
+        sharing = {TokenSharing.ALL: parallel.world_size, TokenSharing.EP_RANK: parallel.tp_size}
+        size = sharing.get(parallel.token_sharing, 1)
         if size == 1:
             return ()
         peers = Peers.of(size, 1, self.domain)
-        if self.fixed_order and size > 2:
+        if self.config.batch_invariant and size > 2:
             return (ring(ALL_GATHER, peers, self.tokens * self.result_bytes),)
-        part = self.tokens * self.result_bytes / size
         # A reduce-scatter followed by an all-gather of slices.
-        scatter = ring(ALL_REDUCE, peers, part)
-        return (
-            Step(
-                ALL_REDUCE,
-                2 * scatter.near_bytes,
-                2 * scatter.far_bytes,
-                2 * scatter.near_hops,
-                2 * scatter.far_hops,
-            ),
-        )
+        half = ring(ALL_REDUCE, peers, self.tokens * self.result_bytes / size)
+        return (Step(ALL_REDUCE, 2 * half.near_bytes, 2 * half.far_bytes, 2 * half.near_hops, 2 * half.far_hops),)
 
     def scattering(self, peers: Peers, part: float) -> Step:
-        """Return the step that leaves sums on each rank.
+        """Return the step that leaves sums of ``part`` bytes on each rank.
 
         It is a reduce-scatter, or, for a fixed order, an all-to-all with local sums.
-
-        Args:
-            peers: The ranks.
-            part: Bytes of sums per rank.
-
-        Returns:
-            The step.
         """
-        if self.fixed_order and peers.size > 2:
-            return direct(ALL_TO_ALL, peers, 1.0, 1, part)
+        if self.config.batch_invariant and peers.size > 2:
+            return direct(ALL_TO_ALL, peers, part)
         return ring(REDUCE_SCATTER, peers, part)
 
 
@@ -368,27 +504,26 @@ def ring(kind: str, peers: Peers, part: float) -> Step:
     return Step(kind, (peers.size - 1) * part - far, far, peers.size - 1 - crossings, crossings)
 
 
-def direct(kind: str, peers: Peers, hit: float, tokens: int, size: float, syncs: int = 0) -> Step:
-    """Return a step that sends each token directly to every rank that it goes to.
+def direct(kind: str, peers: Peers, each: float, syncs: int = 0, memory_bytes: float = 0.0) -> Step:
+    """Return a step that sends data directly to every other rank.
 
     Args:
         kind: Kind of step.
         peers: The ranks.
-        hit: Probability that a token goes to a given rank.
-        tokens: Number of tokens.
-        size: Bytes per token.
+        each: Bytes for each rank.
         syncs: Number of host synchronizations.
+        memory_bytes: As in :class:`Step`.
 
     Returns:
         The step.
     """
-    each = hit * tokens * size
     crossing = peers.far > 0
-    return Step(kind, (peers.near - 1) * each, peers.far * each, int(peers.size > 1 > crossing), int(crossing), syncs)
+    hops = int(peers.size > 1 > crossing), int(crossing)
+    return Step(kind, (peers.near - 1) * each, peers.far * each, *hops, syncs, memory_bytes)
 
 
-def forwarded(kind: str, peers: Peers, hit: float, domain_hit: float, tokens: int, size: float) -> Step:
-    """Like :func:`direct`, but cross the network once per domain and forward by NVLink.
+def forwarded(kind: str, peers: Peers, hit: float, domain_hit: float, size: float) -> Step:
+    """Return a step that crosses the network once per domain and forwards by NVLink.
 
     Args:
         kind: Kind of step.
@@ -396,75 +531,56 @@ def forwarded(kind: str, peers: Peers, hit: float, domain_hit: float, tokens: in
         hit: Probability that a token goes to a given rank.
         domain_hit: Probability that a token goes to a given domain. The rank that it arrives at keeps it in one of
             ``near`` cases.
-        tokens: Number of tokens.
-        size: Bytes per token.
+        size: Bytes of all tokens of a rank.
 
     Returns:
         The step.
     """
-    each = tokens * size
-    handed_on = (peers.near - 1) * hit * each * peers.domains
+    handed_on = (peers.near - 1) * hit * size * peers.domains
     hops = int(peers.near > 1), int(peers.far > 0)
-    return Step(kind, handed_on, (peers.domains - 1) * domain_hit * each, *hops)
+    return Step(kind, handed_on, (peers.domains - 1) * domain_hit * size, *hops)
 
 
 #: Steps before the experts, and steps after them.
 Steps = tuple[tuple[Step, ...], tuple[Step, ...]]
 
 
-def _none(traffic: Traffic) -> Steps:
-    return (), ()
-
-
-def _all_reduce(traffic: Traffic) -> Steps:
-    return (), traffic.summing()
-
-
 def _reduce_scatter(traffic: Traffic) -> Steps:
-    peers = Peers.of(traffic.parallel.world_size, 1, traffic.domain)
+    peers = Peers.of(traffic.config.parallel.world_size, 1, traffic.domain)
     return (), (traffic.scattering(peers, traffic.tokens * traffic.result_bytes / peers.size),)
 
 
 def _allgather_reducescatter(traffic: Traffic) -> Steps:
     peers, tokens = traffic.travelling, traffic.tokens
-    there = ring(ALL_GATHER, peers, tokens * (traffic.token_bytes + ROUTING_BYTES * traffic.top_k))
     back = traffic.scattering(peers, tokens * traffic.result_bytes)
-    return (there,), (back, *traffic.summing())
+    return (ring(ALL_GATHER, peers, tokens * traffic.token_bytes),), (back, *traffic.summing())
 
 
 def _alltoall(traffic: Traffic) -> Steps:
-    peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
-    if not peers.far:
+    if not traffic.travelling.far:
         # GPUs that reach each other's memory write into it directly; the host does not need the routing.
         return _low_latency(traffic)
-    counts = direct(ALL_TO_ALL, peers, 1.0, 1, 8, syncs=1)
-    there = direct(ALL_TO_ALL, peers, hit, tokens, traffic.token_bytes + ROUTING_BYTES * traffic.top_k)
-    back = direct(ALL_TO_ALL, peers, hit, tokens, traffic.result_bytes)
+    counts = direct(ALL_TO_ALL, traffic.travelling, 8.0, syncs=1)
+    there, back = (traffic.sent(size, kind=ALL_TO_ALL) for size in (traffic.token_bytes, traffic.result_bytes))
     return (counts, there), (back, *traffic.summing())
 
 
 def _low_latency(traffic: Traffic) -> Steps:
-    peers, hit, tokens = traffic.travelling, traffic.hit, traffic.tokens
-    size = traffic.token_bytes + ROUTING_BYTES * traffic.top_k
+    ranks, tokens, size, result = traffic.travelling.size, traffic.tokens, traffic.token_bytes, traffic.result_bytes
     # Number of ranks that a token goes to, including this one; equally many rows arrive and leave.
-    goes = hit * peers.size
-    there = direct(PUSH, peers, hit, tokens, size)
-    there = replace(there, memory_bytes=tokens * (traffic.result_bytes + goes * size))
+    goes = traffic.hit(traffic.config.parallel.ep_size) * ranks
+    there = traffic.sent(size, kind=PUSH, memory_bytes=tokens * (result + goes * size))
     # One row per rank, read where results are added (or written by the experts if no rank sent it), and the sum. Memory
     # time of results in flight, to this rank too, overlaps with other transfers on the links.
-    passes = peers.size + 1
-    back = direct(PUSH, peers, hit, tokens, traffic.result_bytes)
-    back = replace(back, memory_bytes=tokens * traffic.result_bytes * passes)
+    back = traffic.sent(result, kind=PUSH, memory_bytes=tokens * result * (ranks + 1))
     return (there,), (back, *traffic.summing())
 
 
 def _deepep(traffic: Traffic) -> Steps:
-    peers, tokens = traffic.travelling, traffic.tokens
-    groups = max(peers.domains, 1)
-    domain_hit = float(expected_ranks(traffic.num_experts, groups, traffic.top_k)) / groups
-    size = traffic.token_bytes + ROUTING_BYTES * traffic.top_k
-    there = forwarded(PUSH, peers, traffic.hit, domain_hit, tokens, size)
-    back = forwarded(PUSH, peers, traffic.hit, domain_hit, tokens, traffic.result_bytes)
+    peers = traffic.travelling
+    hits = traffic.hit(traffic.config.parallel.ep_size), traffic.hit(max(peers.domains, 1))
+    sizes = traffic.tokens * traffic.token_bytes, traffic.tokens * traffic.result_bytes
+    there, back = (forwarded(PUSH, peers, *hits, size) for size in sizes)
     return (there,), (back, *traffic.summing())
 
 
@@ -472,8 +588,8 @@ def _deepep(traffic: Traffic) -> Steps:
 #: caller that knows the counts passes them, and under CUDA graphs they are known.
 STEPS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
     {
-        "none": _none,
-        "all_reduce": _all_reduce,
+        "none": lambda traffic: ((), ()),
+        "all_reduce": lambda traffic: ((), traffic.summing()),
         "reduce_scatter": _reduce_scatter,
         "allgather_reducescatter": _allgather_reducescatter,
         "alltoall": _alltoall,
@@ -493,17 +609,13 @@ class LayerCost:
         name: Name of the class.
         before: Communication steps before the experts.
         after: Communication steps after the experts.
-        compute: Seconds of a rank's experts at the hardware limit.
-        latency: Seconds of calls and hops of the steps.
-        transfer: Seconds to move the bytes of the steps.
+        times: Seconds of a rank's experts at the hardware limit, of calls and hops, and of moving the bytes.
     """
 
     name: str
     before: tuple[Step, ...]
     after: tuple[Step, ...]
-    compute: float | None = None
-    latency: float | None = None
-    transfer: float | None = None
+    times: tuple[float, float, float] | None = None
 
     @property
     def dispatch_bytes(self) -> float:
@@ -518,44 +630,24 @@ class LayerCost:
     @property
     def seconds(self) -> float | None:
         """Seconds without overlap; None without figures of the machine."""
-        if self.compute is None or self.latency is None or self.transfer is None:
-            return None
-        return self.compute + self.latency + self.transfer
+        return None if self.times is None else sum(self.times)
 
     @property
     def overlapped(self) -> float | None:
         """Seconds if another batch is computed during transfers; None without a machine's figures."""
-        if self.compute is None or self.latency is None or self.transfer is None:
-            return None
-        return max(self.compute, self.transfer) + self.latency
-
-    def sample(self, machine: Machine, seconds: float) -> Sample:
-        """Combine the steps with a measured time, as input for :meth:`Machine.fitted`.
-
-        Args:
-            machine: The machine.
-            seconds: Measured seconds of all steps together.
-
-        Returns:
-            The sample.
-        """
-        steps = (*self.before, *self.after)
-        known = sum(step.hops(machine) + step.memory(machine) for step in steps)
-        wires = sum(step.wire(machine) for step in steps)
-        far = any(step.far_bytes for step in steps)
-        return Sample(tuple(step.kind for step in steps), known, wires, seconds, len(steps), far)
+        return None if self.times is None else max(self.times[0], self.times[2]) + self.times[1]
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        steps = (*self.before, *self.after)
+        compute, latency, transfer = self.times or (None, None, None)
         return {
             "name": self.name,
             "dispatch_bytes": self.dispatch_bytes,
             "combine_bytes": self.combine_bytes,
-            "network_bytes": sum(step.far_bytes for step in steps),
-            "seconds_compute": self.compute,
-            "seconds_latency": self.latency,
-            "seconds_transfer": self.transfer,
+            "network_bytes": sum(step.far_bytes for step in (*self.before, *self.after)),
+            "seconds_compute": compute,
+            "seconds_latency": latency,
+            "seconds_transfer": transfer,
             "seconds": self.seconds,
             "seconds_overlapped": self.overlapped,
         }
@@ -570,7 +662,6 @@ def layer_cost(
     expert_bytes: float = 0.0,
     payload: QuantKey | None = None,
     product_bits: int = 16,
-    domain: int | None = None,
 ) -> LayerCost | None:
     """Estimate the cost of a call with a prepare/finalize class.
 
@@ -578,53 +669,29 @@ def layer_cost(
         name: Name of the class.
         config: Config of a rank, with its ``intermediate_size``.
         tokens: Number of tokens per rank.
-        machine: The machine; None to compute only bytes.
+        machine: The machine; None to compute only bytes, with domains of eight GPUs.
         expert_bytes: Bytes of one expert's weights on a rank.
         payload: Quantization of tokens before dispatch; None for unquantized.
         product_bits: Bits of the tensor core operands.
-        domain: Number of near GPUs. Default: that of the machine, else 8.
 
     Returns:
         The cost, or None for a class of unknown cost.
     """
-    steps = STEPS.get(name)
-    if steps is None:
+    if name not in STEPS:
         return None
-    near = domain or (8 if machine is None else machine.domain)
-    before, after = steps(Traffic.of(config, tokens, near, payload))
+    domain = 8 if machine is None else machine.domain
+    before, after = STEPS[name](Traffic(config, whole_number("tokens", tokens, 0), domain, payload))
     if machine is None:
         return LayerCost(name, before, after)
-    every = (*before, *after)
-    return LayerCost(
-        name,
-        before,
-        after,
-        compute_seconds(config, tokens, machine, expert_bytes, product_bits),
-        sum(step.latency(machine) for step in every),
-        sum(step.transfer(machine) for step in every),
-    )
-
-
-def compute_seconds(
-    config: FusedMoEConfig, tokens: int, machine: Machine, expert_bytes: float, product_bits: int
-) -> float:
-    """Return the time of a rank's experts at the hardware limit.
-
-    It is the larger of reading the weights of experts that have tokens, and the products.
-
-    Args:
-        config: Config of a rank.
-        tokens: Number of tokens per rank.
-        machine: The machine.
-        expert_bytes: Bytes of one expert's weights on a rank.
-        product_bits: Bits of the tensor core operands.
-
-    Returns:
-        Seconds.
-    """
     every = tokens * config.parallel.dp_size
     weights = expert_bytes * active_experts(config.num_experts, config.local_experts, config.top_k, every)
-    return max(weights / machine.memory_bandwidth, products_of(config, every) / machine.rate(product_bits))
+    steps = (*before, *after)
+    times = (
+        max(weights / machine.memory_bandwidth, products_of(config, every) / machine.rate(product_bits)),
+        sum(step.latency(machine) for step in steps),
+        sum(step.transfer(machine) for step in steps),
+    )
+    return LayerCost(name, before, after, times)
 
 
 def products_of(config: FusedMoEConfig, tokens: int) -> float:
@@ -671,9 +738,9 @@ class Line:
         """
         without = machine if machine.cache is None else replace(machine, cache=0.0)
         none, one = (layer_cost(name, config, count, without, payload=payload) for count in (0, 1))
-        if none is None or one is None:
+        if none is None or one is None or none.times is None or one.times is None:
             return None
-        start, first = ((cost.latency or 0.0) + (cost.transfer or 0.0) for cost in (none, one))
+        start, first = (latency + transfer for _, latency, transfer in (none.times, one.times))
         return Line(start, first - start)
 
     def at(self, tokens: int) -> float:

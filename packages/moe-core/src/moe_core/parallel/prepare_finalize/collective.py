@@ -205,7 +205,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         Returns:
             Number of tokens.
         """
-        from moe_core.parallel.distributed.cost import expected_ranks
+        from moe_core.parallel.distributed.uniform_routing import expected_ranks
 
         config, ep_size = self.config, self.ranks.parallel.ep_size
         return round(rows * ep_size / float(expected_ranks(config.num_experts, ep_size, config.top_k)))

@@ -18,8 +18,8 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
-from moe_core.parallel.distributed.machine import MACHINES
-from moe_core.selection.prepare_finalize_choice import PrepareFinalizeSelection, select_prepare_finalize
+from moe_core.cli._prepare_finalize import PrepareFinalizeSelection, select_prepare_finalize
+from moe_core.parallel.distributed.cost import MACHINES
 from moe_core_toys import PLAIN, TOY, MonolithicToyExperts, ToyExperts
 
 KEYS: dict[str, Any] = {"weight_key": kFp8Static128BlockSym, "activation_key": kFp8Dynamic128Sym}
