@@ -10,7 +10,7 @@ import torch
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli.main import main
 from moe_core.reference.tolerance import expected_output
-from moe_fp8.quickstart import EXPERTS, HIDDEN, TOP_K, write_checkpoint
+from moe_fp8.quickstart import MODEL
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not torch.cuda.is_available():
         pytest.fail("these tests need a GPU")
     path = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(path)
+    MODEL.write(path)
     return path
 
 
@@ -36,8 +36,8 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_input_to_output(folder: Path, tmp_path: Path, backend: str, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K, dim=1)
+    x = torch.randn(tokens, MODEL.HIDDEN, generator=generator).bfloat16()
+    weights, ids = torch.rand(tokens, MODEL.EXPERTS, generator=generator).topk(MODEL.TOP_K, dim=1)
     save_file({"hidden_states": x, "topk_weights": weights, "topk_ids": ids}, tmp_path / "in.safetensors")
     files = ["--input", str(tmp_path / "in.safetensors"), "--output", str(tmp_path / "o.safetensors")]
     assert main(["run", str(folder), "--backend", backend, *files]) == 0

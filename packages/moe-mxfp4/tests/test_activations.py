@@ -13,14 +13,14 @@ from moe_core import ConfigError, QuantKey, SelectionError, kFp8DynamicTokenSym,
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli.main import main
 from moe_core.reference.tolerance import expected_output
-from moe_mxfp4.quickstart import write_checkpoint
+from moe_mxfp4.quickstart import MODEL
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small gpt-oss checkpoint."""
     path = tmp_path_factory.mktemp("gpt-oss")
-    write_checkpoint(path)
+    MODEL.write(path)
     return path
 
 

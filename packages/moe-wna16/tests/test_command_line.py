@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from moe_kit.scheme_commands import CommandLineTests, Original, rewrite
-from moe_wna16.quickstart import CONFIG, GROUP
+from moe_wna16.quickstart import GROUP, MODEL
 from torch import Tensor
 
 
@@ -23,9 +23,9 @@ class TestCommandLine(CommandLineTests):
             elif name.endswith("g_idx"):
                 changes[name] = tensor // 2
         rewrite(folder, original, changes)
-        quantization = {**CONFIG["quantization_config"], "group_size": 2 * GROUP}  # type: ignore[dict-item]
+        quantization = {**MODEL.config["quantization_config"], "group_size": 2 * GROUP}
         (folder / "config.json").unlink()
-        (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+        (folder / "config.json").write_text(json.dumps({**MODEL.config, "quantization_config": quantization}))
         refuses(
             "no backend takes kInt4Static[1x256,float16] weights with 16-bit activations",
             "does not read weights quantised as",

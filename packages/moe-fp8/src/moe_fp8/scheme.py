@@ -138,7 +138,7 @@ SCHEME = SchemeSpec(
         *("fp8", "compressed-tensors", "modelopt", "mxfp8", "auto-round", "intel/auto-round", "quark"),
         "w8a8_fp8",
     ),
-    quickstart="moe_fp8.quickstart:write_checkpoint",
+    quickstart="moe_fp8.quickstart:MODEL.write",
     online=ONLINE,
     kinds=(
         WeightKind("fp8", kFp8Static128BlockSym, kFp8Dynamic128Sym),

@@ -105,7 +105,7 @@ SCHEME = SchemeSpec(
         "moe_int8.formats.w8a8_int8:SglangInt8Format",
     ),
     quant_methods=("compressed-tensors", "modelopt", "quark", "w8a8_int8"),
-    quickstart="moe_int8.quickstart:write_checkpoint",
+    quickstart="moe_int8.quickstart:MODEL.write",
     online=ONLINE,
     kinds=(
         WeightKind(

@@ -107,7 +107,7 @@ SCHEME = SchemeSpec(
         "moe_mxfp4.formats.auto_round:AutoRoundMxfp4Format",
     ),
     quant_methods=("mxfp4", "fp8", "compressed-tensors", "modelopt", "quark", "auto-round", "intel/auto-round"),
-    quickstart="moe_mxfp4.quickstart:write_checkpoint",
+    quickstart="moe_mxfp4.quickstart:MODEL.write",
     online=ONLINE,
     kinds=(WeightKind("mxfp4", kMxfp4Static, "auto", ACTIVATIONS, doc=_DOC),),
 )

@@ -98,7 +98,7 @@ SCHEME = SchemeSpec(
         "moe_wna16.formats.modelopt:ModelOptAwqFormat",
     ),
     quant_methods=("gptq", "awq", "auto-round", "intel/auto-round", "compressed-tensors", "modelopt"),
-    quickstart="moe_wna16.quickstart:write_checkpoint",
+    quickstart="moe_wna16.quickstart:MODEL.write",
     online=ONLINE,
     kinds=(WeightKind("wna16", kInt4Static, None),),
 )

@@ -32,7 +32,7 @@ settings of a layer. For other tools, :class:`QuantEntries` reads typed entries.
 and rejects values that a checkpoint must not contain. Alternatively, :meth:`QuantizedLayout.stack` may request them by
 ``yield`` :class:`Stack` and ``yield from`` :func:`checked`; w13 and w2 are then read together.
 
-**A small checkpoint** (:attr:`moe_core.Scheme.quickstart`) is written by :func:`write_folder`.
+**A small checkpoint** (:attr:`moe_core.Scheme.quickstart`) is a :class:`SmallModel`, e.g. :func:`qwen3_moe`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from moe_core.checkpoint.experts.suffixes import (
     refuse_zero_points,
 )
 from moe_core.checkpoint.experts.values import Values, checked, load_checked, refuse_lost_weights
+from moe_core.checkpoint.small_model import SmallModel, qwen3_moe
 from moe_core.checkpoint.tools.auto_round import AutoRoundSettings, auto_round_settings, is_auto_rounds
 from moe_core.checkpoint.tools.compressed_tensors import QuantArgs, QuantGroup, quant_group
 from moe_core.checkpoint.tools.gptq import GptqSettings, gptq_settings
@@ -91,6 +92,7 @@ __all__ = [
     "QuantizedLayout",
     "QuarkArgs",
     "QuarkLayer",
+    "SmallModel",
     "Stack",
     "StoredAxis",
     "Values",
@@ -113,6 +115,7 @@ __all__ = [
     "quant_group",
     "quantizers",
     "quark_layer",
+    "qwen3_moe",
     "refuse_lost_weights",
     "refuse_mixed",
     "refuse_zero_points",

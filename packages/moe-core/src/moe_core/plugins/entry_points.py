@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import operator
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from typing import TypeVar
@@ -95,13 +96,13 @@ def imported(path: str) -> object:
     """Import the object that "module:name" refers to.
 
     Args:
-        path: "module:name".
+        path: "module:name", or "module:name.attribute".
 
     Returns:
         The object. Errors of the import propagate.
     """
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def load_named(

@@ -128,11 +128,11 @@ def test_layers_of_a_checkpoint_that_are_alike_are_tuned_once(moe: Moe, tmp_path
     quickstart = pytest.importorskip("moe_fp8.quickstart", reason="it writes a checkpoint of several layers")
     folder, file = tmp_path / "checkpoint", tmp_path / "p.json"
     folder.mkdir()
-    quickstart.write_checkpoint(folder)
+    quickstart.MODEL.write(folder)
     found = moe("tune", folder, "--backend", "triton", "--tokens", "8", "--budget", 5, "--output", file, "--json").data
     assert [(layer["layer"], layer["backend"]) for layer in found["layers"]] == [(f"{folder} layer 0", "triton")]
     layer = TuningProfile.read(file).layers[0]
-    assert (layer.scheme, layer.problem.num_experts) == ("fp8", quickstart.EXPERTS)
+    assert (layer.scheme, layer.problem.num_experts) == ("fp8", quickstart.MODEL.EXPERTS)
     inside = folder / "config.json"
     moe.refuses(
         "tune", folder, "--backend", "triton", "--output", inside, parts=("is a file of the checkpoint itself",)
