@@ -69,8 +69,7 @@ def test_hidden_states_of_another_width_are_refused(x: Tensor, how: str) -> None
     layer = make_layer()
     rows = x.numel() // 16
     given: dict[str, Any] = {"router": {}, "logits": {"router_logits": torch.zeros(rows, 6)}, "topk": routing(rows)}
-    message = r"hidden_states has shape \[.*\], expected \[\.\.\., 16\]: K = 16 is the layer's hidden size"
-    with pytest.raises(TensorError, match=message):
+    with pytest.raises(TensorError, match="hidden_states has shape"):
         layer(x, **given[how])
     with pytest.raises(TensorError, match="K = 16"):
         layer.kernel.apply(x, **routing(rows))

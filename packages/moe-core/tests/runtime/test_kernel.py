@@ -26,7 +26,6 @@ from moe_core import (
     kFp8StaticTensorSym,
     route,
 )
-from moe_core._support.async_result import Pending
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.interface.prepare_finalize import TokenRouting
 from moe_core.parallel.prepare_finalize.batched import BatchedPrepareAndFinalize
@@ -403,17 +402,16 @@ class Exchange(PrepareAndFinalizeNoParallel):
     def max_tokens(self, num_tokens: int) -> int:
         return 2 * num_tokens
 
-    def prepare_async(self, hidden_states: Tensor, routing: TokenRouting, *quantized: Any) -> Pending[Prepared]:
+    def prepare(self, hidden_states: Tensor, routing: TokenRouting, *quantized: Any) -> Prepared:
         self.calls.append("prepare")
         self.counts.append(routing.tokens_per_rank)
         flipped = TokenRouting(routing.topk_weights.flip(0), routing.topk_ids.flip(0))
-        return super().prepare_async(hidden_states.flip(0), flipped, *quantized)
+        return super().prepare(hidden_states.flip(0), flipped, *quantized)
 
-    def finalize_async(self, output: Tensor, expert_output: Tensor, *others: Any) -> Pending[None]:
+    def finalize(self, output: Tensor, expert_output: Tensor, *others: Any) -> None:
         self.calls.append("finalize")
         output.zero_()
         output += expert_output.flip(0)
-        return Pending.done(None)
 
 
 @pytest.mark.parametrize("tokens", [0, 5])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,37 @@ def check_width(hidden_states: Tensor, config: FusedMoEConfig, leading: str = "M
         )
 
 
-def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: torch.device) -> None:
+def check_argument(
+    name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Check a tensor of a call: dense, of one shape, dtype and device, and with its negative bit clear.
+
+    Args:
+        name: Name of the argument, for the message.
+        tensor: The tensor.
+        shape: Expected shape.
+        dtypes: Accepted dtypes.
+        device: Device of the layer's weights.
+
+    Raises:
+        TensorError: A property is wrong.
+    """
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    ):
+        return
+    check_shape(name, tensor, shape)
+    check_dtype(name, tensor, dtypes)
+    check_sign(name, tensor)
+    raise TensorError(f"{name} is on {tensor.device}, the layer's weights are on {device}")
+
+
+def check_hidden_states(hidden_states: Any, config: FusedMoEConfig, device: torch.device) -> None:
     """Check shape, dtype, device and strides of the hidden states.
 
     Args:
@@ -72,11 +103,9 @@ def check_hidden_states(hidden_states: Tensor, config: FusedMoEConfig, device: t
     Raises:
         TensorError: A property is wrong.
     """
-    check_width(hidden_states, config)
-    check_dtype("hidden_states", hidden_states, (config.dtype,))
-    if hidden_states.device != device:
-        raise TensorError(f"hidden_states is on {hidden_states.device}, the layer's weights are on {device}")
-    check_sign("hidden_states", hidden_states)
+    if not (isinstance(hidden_states, Tensor) and hidden_states.shape[1:] == (config.hidden_size,)):
+        check_width(hidden_states, config)
+    check_argument("hidden_states", hidden_states, hidden_states.shape, (config.dtype,), device)
     # Without tokens, strides are meaningless: numpy uses (0, 0).
     if hidden_states.stride(1) != 1 and hidden_states.shape[1] > 1 and hidden_states.shape[0]:
         raise TensorError(
@@ -96,9 +125,8 @@ def check_output(output: Tensor, hidden_states: Tensor, config: FusedMoEConfig, 
     Raises:
         TensorError: A property is wrong.
     """
-    check_shape("output", output, (hidden_states.shape[0] if rows is None else rows, config.hidden_size))
-    check_dtype("output", output, (config.dtype,))
-    check_beside(hidden_states, "output", output)
+    shape = (hidden_states.shape[0] if rows is None else rows, config.hidden_size)
+    check_argument("output", output, shape, (config.dtype,), hidden_states.device)
     if not output.is_contiguous():
         raise TensorError(f"output has strides {output.stride()}, expected contiguous [M, {config.hidden_size}]")
     if output.numel() and _overlap(output, hidden_states):
@@ -131,38 +159,46 @@ def check_beside(hidden_states: Tensor, name: str, tensor: Tensor) -> None:
         raise TensorError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
 
 
-def check_routing(
+def check_call(
     hidden_states: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     expert_map: Tensor | None,
-    config: FusedMoEConfig,
+    adapter_ids: Tensor | None,
     *,
-    mapped: bool = False,
+    config: FusedMoEConfig,
+    device: torch.device,
+    mapped: bool,
+    lora: LoRAWeights | None,
 ) -> None:
-    """Check router weights, expert ids and expert map against checked hidden states.
+    """Check the tensors of a call of modular experts.
 
     Args:
-        hidden_states: [M, K].
+        hidden_states: [M, K] in the layer's dtype, with contiguous columns and any row stride.
         topk_weights: [M, k].
         topk_ids: [M, k].
         expert_map: [E] int32, or None.
+        adapter_ids: [M] int32, or None.
         config: Configuration of the layer.
+        device: Device of the layer's weights.
         mapped: No map is needed, because the prepare/finalize class knows where experts are.
+        lora: Adapters of the layer, or None.
 
     Raises:
+        ConfigError: There are adapter ids but no adapters.
         TensorError: A tensor does not fit or the map is missing.
     """
+    check_hidden_states(hidden_states, config, device)
     shape = (hidden_states.shape[0], config.top_k)
-    check_shape("topk_weights", topk_weights, shape)
-    check_shape("topk_ids", topk_ids, shape)
     # Both are [M, k], so only the dtypes reveal swapped arguments.
-    check_dtype("topk_weights", topk_weights, ROUTER_WEIGHT_DTYPES)
-    check_dtype("topk_ids", topk_ids, ID_DTYPES)
-    check_beside(hidden_states, "topk_weights", topk_weights)
-    check_beside(hidden_states, "topk_ids", topk_ids)
+    check_argument("topk_weights", topk_weights, shape, ROUTER_WEIGHT_DTYPES, device)
+    check_argument("topk_ids", topk_ids, shape, ID_DTYPES, device)
     if expert_map is not None or not mapped:
-        check_map(hidden_states, expert_map, config)
+        check_map(expert_map, config, device)
+    if adapter_ids is not None:
+        if lora is None:
+            raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
+        check_argument("adapter_ids", adapter_ids, shape[:1], (torch.int32,), device)
 
 
 def check_routing_values(topk_weights: Tensor, topk_ids: Tensor, config: FusedMoEConfig) -> None:
@@ -227,57 +263,31 @@ def check_logits(
     Raises:
         TensorError: A tensor does not fit or the map is missing.
     """
-    check_shape("router_logits", router_logits, (hidden_states.shape[0], config.num_experts))
-    check_dtype("router_logits", router_logits, LOGIT_DTYPES)
-    check_beside(hidden_states, "router_logits", router_logits)
+    shape, device = (hidden_states.shape[0], config.num_experts), hidden_states.device
+    check_argument("router_logits", router_logits, shape, LOGIT_DTYPES, device)
     if correction_bias is not None:
-        check_shape("correction_bias", correction_bias, (config.num_experts,))
-        check_dtype("correction_bias", correction_bias, LOGIT_DTYPES)
-        check_beside(hidden_states, "correction_bias", correction_bias)
-    check_map(hidden_states, expert_map, config)
+        check_argument("correction_bias", correction_bias, (config.num_experts,), LOGIT_DTYPES, device)
+    check_map(expert_map, config, device)
 
 
-def check_map(hidden_states: Tensor, expert_map: Tensor | None, config: FusedMoEConfig) -> None:
+def check_map(expert_map: Tensor | None, config: FusedMoEConfig, device: torch.device) -> None:
     """Check the expert map, which is required if this rank holds only some experts.
 
     Args:
-        hidden_states: [M, K], already checked.
         expert_map: [E] int32, or None.
         config: Configuration of the layer.
+        device: Device of the layer's weights.
 
     Raises:
         TensorError: The map does not fit or is missing.
     """
     if expert_map is not None:
-        check_shape("expert_map", expert_map, (config.num_experts,))
-        check_dtype("expert_map", expert_map, (torch.int32,))
-        check_beside(hidden_states, "expert_map", expert_map)
+        check_argument("expert_map", expert_map, (config.num_experts,), (torch.int32,), device)
     elif config.local_experts < config.num_experts:
         raise TensorError(
             f"expert_map [{config.num_experts}] is missing: this rank holds "
             f"{config.local_experts} of {config.num_experts} experts"
         )
-
-
-def check_adapters(hidden_states: Tensor, adapter_ids: Tensor | None, lora: LoRAWeights | None) -> None:
-    """Check adapter ids, which are valid only if the layer has adapters.
-
-    Args:
-        hidden_states: [M, K], already checked.
-        adapter_ids: [M] int32, or None.
-        lora: Adapters of the layer, or None.
-
-    Raises:
-        ConfigError: There are ids but no adapters.
-        TensorError: The ids do not fit.
-    """
-    if adapter_ids is None:
-        return
-    if lora is None:
-        raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
-    check_shape("adapter_ids", adapter_ids, (hidden_states.shape[0],))
-    check_dtype("adapter_ids", adapter_ids, (torch.int32,))
-    check_beside(hidden_states, "adapter_ids", adapter_ids)
 
 
 def check_counts(tokens_per_rank: Sequence[int]) -> None:

@@ -99,9 +99,9 @@ def rows_of_chosen(rows: int, every: int, config: FusedMoEConfig) -> ExpertToken
 class FusedMoEPrepareAndFinalizeModular(ABC):
     """Base class that moves hidden states to the experts (prepare) and results back (finalize).
 
-    :meth:`prepare_async` and :meth:`finalize_async` start a step and return a :class:`Pending`, whose ``wait`` gives
-    the result. A step that completes immediately returns ``Pending.done(result)``. Steps of several calls may be in
-    flight; all ranks start and wait for them in the same order.
+    :meth:`prepare` and :meth:`finalize` are the steps of a call. Classes that communicate can also start a step and
+    return a :class:`Pending`, whose ``wait`` gives the result (:meth:`prepare_async`, :meth:`finalize_async`). Steps of
+    several calls may be in flight; all ranks start and wait for them in the same order.
 
     Attributes:
         name: Name in ``FusedMoEParallelConfig.all2all_backend``.
@@ -112,7 +112,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         lora: Prepare passes adapter ids on.
         launches_only: Recordable, as for experts.
         stateless: The promise of ``launches_only`` follows from the layer's config alone.
-        monolithic: The class needs only :meth:`sum_ranks_async`, which works with monolithic experts too.
+        monolithic: The class needs only :meth:`sum_ranks`, which works with monolithic experts too.
 
     Args:
         config: Configuration of the layer.
@@ -134,7 +134,9 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     #: Name of the class that replaces this one if :meth:`unavailable` reports that the ranks cannot use it.
     fallback: ClassVar[str] = ""
     monolithic: ClassVar[bool] = False
-    #: Whether :meth:`sum_ranks_async` adds in place: its ``partial`` is its ``output``.
+    #: Whether the class knows which experts this rank has, so that callers pass no expert map.
+    maps_experts: bool = False
+    #: Whether :meth:`sum_ranks` adds in place: its ``partial`` is its ``output``.
     sums_in_place: ClassVar[bool] = True
 
     #: Index of the layer within its groups, in order of creation; calls between ranks carry it.
@@ -232,11 +234,6 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         """
         yield
 
-    @property
-    def maps_experts(self) -> bool:
-        """Whether the class knows which experts this rank has, so that callers pass no expert map."""
-        return False
-
     def move_experts(self, placement: ExpertPlacement) -> None:
         """Send tokens according to a new placement, from the next call on.
 
@@ -289,49 +286,6 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         return num_tokens
 
     @abstractmethod
-    def prepare_async(
-        self,
-        hidden_states: Tensor,
-        routing: TokenRouting,
-        quantize_as: QuantKey | None = None,
-        static_scale: Tensor | None = None,
-    ) -> Pending[Prepared]:
-        """Start moving hidden states to the experts, in the experts' format.
-
-        The arguments must not change until the result has been waited for.
-
-        Args:
-            hidden_states: [M, K].
-            routing: Routing of the tokens.
-            quantize_as: Key to quantize the hidden states with; None: do not quantize.
-            static_scale: [1], if the key is static.
-
-        Returns:
-            The pending result.
-        """
-
-    @abstractmethod
-    def finalize_async(
-        self,
-        output: Tensor,
-        expert_output: Tensor,
-        prepared: Prepared,
-        routing: TokenRouting,
-        reduce: TopKWeightAndReduce,
-    ) -> Pending[None]:
-        """Start moving the expert results back.
-
-        Args:
-            output: [M, K], written when the result is waited for.
-            expert_output: Results of the experts for ``prepared``.
-            prepared: Result of prepare.
-            routing: The routing that was passed to prepare.
-            reduce: Weighted reduction over top-k.
-
-        Returns:
-            The pending completion.
-        """
-
     def prepare(
         self,
         hidden_states: Tensor,
@@ -339,7 +293,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
     ) -> Prepared:
-        """Run :meth:`prepare_async` and wait for it.
+        """Move hidden states to the experts, in the experts' format.
 
         Args:
             hidden_states: [M, K].
@@ -348,10 +302,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
             static_scale: [1], if the key is static.
 
         Returns:
-            The result of prepare.
+            What the experts get.
         """
-        return self.prepare_async(hidden_states, routing, quantize_as, static_scale).wait()
 
+    @abstractmethod
     def finalize(
         self,
         output: Tensor,
@@ -360,7 +314,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> None:
-        """Run :meth:`finalize_async` and wait for it.
+        """Move the expert results back.
 
         Args:
             output: [M, K], written.
@@ -369,19 +323,57 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
             routing: The routing that was passed to prepare.
             reduce: Weighted reduction over top-k.
         """
-        self.finalize_async(output, expert_output, prepared, routing, reduce).wait()
 
-    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
-        """Start adding up the partial sums of ranks that have the same tokens.
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
+        static_scale: Tensor | None = None,
+    ) -> Pending[Prepared]:
+        """Start :meth:`prepare`; by default it completes at once.
+
+        Args:
+            hidden_states: [M, K]. The tensors must not change until the result has been waited for.
+            routing: As in :meth:`prepare`.
+            quantize_as: As in :meth:`prepare`.
+            static_scale: As in :meth:`prepare`.
+
+        Returns:
+            The pending result.
+        """
+        return Pending.done(self.prepare(hidden_states, routing, quantize_as, static_scale))
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        routing: TokenRouting,
+        reduce: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        """Start :meth:`finalize`; by default it completes at once.
+
+        Args:
+            output: [M, K], written when the result is waited for.
+            expert_output: As in :meth:`finalize`.
+            prepared: As in :meth:`finalize`.
+            routing: As in :meth:`finalize`.
+            reduce: As in :meth:`finalize`.
+
+        Returns:
+            The pending completion.
+        """
+        self.finalize(output, expert_output, prepared, routing, reduce)
+        return Pending.done(None)
+
+    def sum_ranks(self, output: Tensor, partial: Tensor) -> None:  # noqa: B027 - an optional step
+        """Add up the partial sums of ranks that have the same tokens.
 
         This is the last step of a call, for monolithic experts too. By default nothing is added: the output stays a
         partial sum if the layer has several such ranks.
 
         Args:
-            output: [output_tokens(M), K], written when the result is waited for.
+            output: [output_tokens(M), K], written.
             partial: [M, K], the partial sum of this rank.
-
-        Returns:
-            The pending completion.
         """
-        return Pending.done(None)

@@ -326,7 +326,10 @@ class FusedMoELayer(nn.Module):
             TensorError: Arguments of the wrong shape, dtype or device, or that require grad outside
                 ``torch.no_grad()``.
         """
-        if not torch.compiler.is_compiling():  # under torch.compile the operator checks it (fullgraph=True)
+        # The kernel checks a matrix that comes with its routing. Under torch.compile the operator checks it.
+        checked: Any = hidden_states
+        checked_later = topk_ids is not None and isinstance(checked, Tensor) and checked.dim() == 2
+        if not (checked_later or torch.compiler.is_compiling()):
             check_width(hidden_states, self.config, "...")
         if torch.is_grad_enabled():
             refuse_gradients(hidden_states=hidden_states, router_logits=router_logits, topk_weights=topk_weights)

@@ -20,12 +20,11 @@ from moe_core._support.autocast import autocast_off
 from moe_core._support.fake import is_fake
 from moe_core.errors import ConfigError, TensorError, check_instance
 from moe_core.interface.call_arguments import (
-    check_adapters,
+    check_call,
     check_counts,
     check_hidden_states,
     check_logits,
     check_output,
-    check_routing,
     check_routing_values,
     refuse_gradients,
     refuse_values,
@@ -34,8 +33,14 @@ from moe_core.interface.experts import (
     FusedMoEExperts,
     FusedMoEExpertsModular,
     FusedMoEExpertsMonolithic,
+    output_shape,
 )
-from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular, TokenRouting, TopKWeightAndReduce
+from moe_core.interface.prepare_finalize import (
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    TokenRouting,
+    TopKWeightAndReduce,
+)
 from moe_core.kernels.launch.compile_ahead import Progress
 from moe_core.kernels.launch.current_device import current
 from moe_core.kernels.launch.replay import Replay
@@ -43,9 +48,10 @@ from moe_core.parallel.prepare_finalize.reductions import TopKWeightAndReduceCon
 from moe_core.runtime.kernel_call import KernelCall
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.environment import checks_values
-from moe_core.spec.lora import LoRAWeights
+from moe_core.spec.lora import LoRA, LoRAWeights
+from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import KernelWeights
-from moe_core.spec.workspace import Workspace, WorkspaceSpec, workspace_nbytes
+from moe_core.spec.workspace import Workspace, WorkspaceLayout, WorkspaceSpec, workspace_nbytes
 
 
 class FusedMoEKernel:
@@ -219,6 +225,8 @@ class FusedMoEKernel:
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
         self._replay = Replay(self._weights)
+        #: Layouts of the workspace by number of tokens.
+        self._layouts: dict[int, WorkspaceLayout] = {}
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
         """Compile the kernels for calls with up to ``max_tokens`` tokens.
@@ -293,11 +301,12 @@ class FusedMoEKernel:
             ConfigError: The experts are monolithic.
             CommunicationError: Another rank is missing.
         """
-        parts = self._modular_parts()
-        if torch.compiler.is_compiling() or is_fake(hidden_states):
+        compiling = torch.compiler.is_compiling()
+        if compiling or is_fake(hidden_states):
+            self.modular_parts()
             _refuse_export()
             self._refuse_gradients(hidden_states, topk_weights, output)
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, None)
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe(
@@ -305,7 +314,7 @@ class FusedMoEKernel:
             )
             return output
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
-        self._run(*parts, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+        self._run(output, hidden_states, _routing(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank))
         return output
 
     def start(
@@ -340,68 +349,35 @@ class FusedMoEKernel:
             TensorError: As in :meth:`apply`, and for tensors of FakeTensorMode.
             ConfigError: The experts are monolithic.
         """
-        _, movement = self._modular_parts()
+        _, movement = self.modular_parts()
         if is_fake(hidden_states):
             raise TensorError("hidden_states has no values (FakeTensorMode): calls in steps need some, call apply")
-        if tokens_per_rank is not None:
-            check_counts(tokens_per_rank)
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
         partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
-        routing = TokenRouting(
-            topk_weights.to(torch.float32).contiguous(),
-            topk_ids.contiguous(),
-            None if expert_map is None else expert_map.contiguous(),
-            None if adapter_ids is None else adapter_ids.contiguous(),
-            tokens_per_rank,
-        )
-        replay = self._replay_of_steps(output)
-        return self._begin(self._workspace, output, partial, hidden_states, routing, replay)
+        routing = _routing(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+        return KernelCall(self, output, partial, hidden_states, routing)
 
-    def _begin(
-        self,
-        workspace: Workspace | None,
-        output: Tensor,
-        partial: Tensor,
-        hidden_states: Tensor,
-        routing: TokenRouting,
-        replay: Replay | None = None,
-    ) -> KernelCall:
-        """Begin a call whose arguments have been checked; see :class:`KernelCall`."""
-        experts, movement = self._modular_parts()
-        return KernelCall(
-            experts,
-            movement,
-            self._weights,
-            self.reduce,
-            workspace,
-            output,
-            partial,
-            hidden_states,
-            routing,
-            self._lora,
-            replay,
-        )
+    def modular_parts(self) -> tuple[FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular]:
+        """Return the experts and the prepare/finalize of a kernel of modular experts.
 
-    def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
-        """The recorded launches of calls with the current weights, experts and prepare/finalize."""
-        if not self._replay.fits(self._weights, experts, movement):
-            # For a call whose tokens cross ranks, only the experts' own launches are recorded here.
-            shares = movement.collective or movement.stateless
-            self._replay = Replay(
-                self._weights,
-                (self._weights, experts, movement),
-                alike=lambda: (
-                    (experts.launch_key, type(movement)) if shares and experts.launch_key is not None else None
-                ),
-            )
-        return self._replay
+        Raises:
+            ConfigError: The experts are monolithic.
+        """
+        experts, movement = self.experts, self.prepare_finalize
+        if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
+            raise ConfigError(f"{type(experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)")
+        return experts, movement
 
-    def _replay_of_steps(self, output: Tensor) -> Replay | None:
-        """Recorded launches of the experts for a staged call (:meth:`start`); None if they cannot be replayed."""
-        experts, movement = self._modular_parts()
-        if output.is_cuda and movement.collective and experts.launches_only:
-            return self._replay_of(experts, movement)
-        return None
+    def quantization(self) -> tuple[QuantKey | None, Tensor | None]:
+        """Return how prepare quantizes hidden states: the key, and the static scale ``[1]``; None: not at all."""
+        experts, movement = self.modular_parts()
+        claims = experts.claims
+        # Quantize before dispatch if the experts accept it: fewer bytes cross ranks.
+        before = movement.collective and movement.claims.quantizes and experts.takes_quantized
+        key = experts.activation_key if before or not claims.expects_unquantized_inputs else None
+        scale = None if key is None else self._weights.quant_config.a1_scale
+        # Before dispatch only one scale is possible: the largest covers every value.
+        return key, None if scale is None else scale.amax().reshape(1)
 
     def _checked_call(
         self,
@@ -414,12 +390,21 @@ class FusedMoEKernel:
     ) -> Tensor:
         """Check the arguments of a call of modular experts; return the output tensor."""
         self._refuse_gradients(hidden_states, topk_weights, output)
-        output = self._checked(hidden_states, output)
-        mapped = self.prepare_finalize is not None and self.prepare_finalize.maps_experts
-        check_routing(hidden_states, topk_weights, topk_ids, expert_map, self.experts.config, mapped=mapped)
-        check_adapters(hidden_states, adapter_ids, self._lora)
+        movement, config = self.prepare_finalize, self.experts.config
+        check_call(
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            adapter_ids,
+            config=config,
+            device=self._weights.w13.device,
+            mapped=movement is not None and movement.maps_experts,
+            lora=self._lora,
+        )
+        output = self._output(hidden_states, output)
         if self._checks:
-            check_routing_values(topk_weights, topk_ids, self.experts.config)
+            check_routing_values(topk_weights, topk_ids, config)
         return output
 
     def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor, output: Tensor | None) -> None:
@@ -465,21 +450,25 @@ class FusedMoEKernel:
         if torch.compiler.is_compiling() or is_fake(hidden_states):
             _refuse_export()
             if not torch.compiler.is_compiling():
-                self._checked(hidden_states, None)
-                check_logits(hidden_states, router_logits, correction_bias, expert_map, self.config)
+                self._check_logits(hidden_states, router_logits, correction_bias, expert_map)
             output = self._new_output(hidden_states) if output is None else output
             torch.ops.moe_core.fused_moe_monolithic(
                 output, hidden_states, router_logits, correction_bias, expert_map, self._handle
             )
             return output
-        output = self._checked(hidden_states, output)
-        check_logits(hidden_states, router_logits, correction_bias, expert_map, self.config)
+        self._check_logits(hidden_states, router_logits, correction_bias, expert_map)
+        output = self._output(hidden_states, output)
         self._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)
         return output
 
-    def _checked(self, hidden_states: Tensor, output: Tensor | None) -> Tensor:
-        """Check the hidden states and the output; return the output tensor."""
-        check_hidden_states(hidden_states, self.experts.config, self._weights.device)
+    def _check_logits(
+        self, hidden_states: Tensor, router_logits: Tensor, correction_bias: Tensor | None, expert_map: Tensor | None
+    ) -> None:
+        check_hidden_states(hidden_states, self.config, self._weights.device)
+        check_logits(hidden_states, router_logits, correction_bias, expert_map, self.config)
+
+    def _output(self, hidden_states: Tensor, output: Tensor | None) -> Tensor:
+        """Check the caller's output, or allocate one."""
         if output is None:
             return self._new_output(hidden_states)
         check_output(output, hidden_states, self.config, self._output_rows(hidden_states))
@@ -499,62 +488,141 @@ class FusedMoEKernel:
         """The layer's workspace, or a separate one for this call."""
         return self.workspace if self.workspace is not None else Workspace(self._weights.device)
 
-    def _modular_parts(self) -> tuple[FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular]:
-        experts, movement = self.experts, self.prepare_finalize
-        if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
-            raise ConfigError(f"{type(experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)")
-        return experts, movement
+    def _layout(self, num_tokens: int) -> WorkspaceLayout:
+        """The layout of the experts' scratch tensors, which depends on the layer and the number of tokens only."""
+        found = self._layouts.get(num_tokens)
+        if found is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[num_tokens] = WorkspaceLayout(self.experts.workspaces(num_tokens))
+        return found
 
-    def _run(
-        self,
-        experts: FusedMoEExpertsModular,
-        movement: FusedMoEPrepareAndFinalizeModular,
-        output: Tensor,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        adapter_ids: Tensor | None,
-        tokens_per_rank: Sequence[int] | None = None,
-    ) -> None:
-        if tokens_per_rank is not None:
-            check_counts(tokens_per_rank)
+    def _run(self, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
+        """Run a call whose arguments have been checked."""
+        experts, movement = self.modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
             # Take part in the sum, which detects the error that other ranks have tokens.
-            movement.sum_ranks_async(output, output).wait()
+            movement.sum_ranks(output, output)
             return
-        # Convert here, outside the recorded call: recordings contain no torch operations.
-        topk_weights, topk_ids = topk_weights.to(torch.float32).contiguous(), topk_ids.contiguous()
-        expert_map = None if expert_map is None else expert_map.contiguous()
-        adapter_ids = None if adapter_ids is None else adapter_ids.contiguous()
-        partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
-
-        def call(workspace: Workspace | None, replay: Replay | None = None) -> None:
-            routing = TokenRouting(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
-            self._begin(workspace, partial, partial, hidden_states, routing, replay).finish_tokens()
-
+        partial, counts = output if movement.sums_in_place else torch.empty_like(hidden_states), routing.tokens_per_rank
         # Recordings are not keyed by the number of tokens that the caller selected these from.
-        chosen = tokens_per_rank is not None and sum(tokens_per_rank) != len(hidden_states)
-        recorded = adapter_ids is None and not chosen
-        if recorded and output.is_cuda and experts.launches_only and movement.launches_only:
-            given = partial, hidden_states, topk_weights, topk_ids, expert_map
+        chosen = counts is not None and sum(counts) != len(hidden_states)
+        recorded = output.is_cuda and experts.launches_only and movement.launches_only
+        if recorded and routing.adapter_ids is None and not chosen:
+            given = partial, hidden_states, routing.topk_weights, routing.topk_ids, routing.expert_map
+
+            def call(workspace: Workspace) -> None:
+                self.run_parts(workspace, partial, hidden_states, routing)
+
             self._replay_of(experts, movement).run(call, given, self._workspace)
         else:
-            call(self._workspace, self._replay_of_steps(output))
-        movement.sum_ranks_async(output, partial).wait()
+            self.run_parts(self._workspace, partial, hidden_states, routing)
+        if movement.groups is not None:
+            movement.sum_ranks(output, partial)
 
-    def run_parts(self, workspace: Workspace, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
+    def run_parts(
+        self, workspace: Workspace | None, output: Tensor, hidden_states: Tensor, routing: TokenRouting
+    ) -> None:
         """Run prepare, modular experts and finalize without the checks of :meth:`apply`.
 
         Works on any device, including meta. The results of ranks with the same tokens are not summed.
 
         Args:
-            workspace: Workspace to use.
+            workspace: Workspace to use; None for a separate one of this call.
             output: ``[M, K]``, written.
             hidden_states: ``[M, K]``.
             routing: Routing of the tokens.
         """
-        self._begin(workspace, output, output, hidden_states, routing).finish_tokens()
+        _, movement = self.modular_parts()
+        with autocast_off(output.device.type), current(output.device):
+            prepared = movement.prepare(hidden_states, routing, *self.quantization())
+            replay = self.replay_of_steps(output) if movement.collective else None
+            expert_output = self.run_experts(workspace, self._weights, self._lora, replay, output, prepared)
+            movement.finalize(output, expert_output, prepared, routing, self.reduce)
+
+    def run_experts(
+        self,
+        workspace: Workspace | None,
+        weights: KernelWeights,
+        lora: LoRAWeights | None,
+        replay: Replay | None,
+        output: Tensor,
+        prepared: Prepared,
+    ) -> Tensor:
+        """Run the experts on prepared tokens.
+
+        Args:
+            workspace: Workspace to use; None for a separate one of this call.
+            weights: Weights in the backend's layout.
+            lora: LoRA adapters of the layer.
+            replay: Recorded launches of the experts; None if prepare and finalize are part of the replay.
+            output: ``[M, K]``, the output of the call. Experts may write their result to it.
+            prepared: Result of prepare.
+
+        Returns:
+            The experts' output, for finalize.
+        """
+        experts, movement = self.modular_parts()
+        x, routing, applied = prepared.hidden_states, prepared.routing, dict[str, Any]()
+        if lora is not None and routing.adapter_ids is not None:
+            applied["lora"] = LoRA(lora, routing.adapter_ids)
+        tokens, hidden = x.shape[-2], experts.config.hidden_size
+        shape = output_shape(experts, tokens) if x.dim() == 2 else (*x.shape[:2], hidden)
+        # Experts that reduce can write the output directly if their tokens are the caller's.
+        direct = experts.claims.reduces and not movement.collective and shape == output.shape
+        expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
+
+        def compute(workspace: Workspace) -> None:
+            with workspace.lock:
+                experts.apply(
+                    expert_output,
+                    x,
+                    weights,
+                    topk_weights=routing.topk_weights,
+                    topk_ids=routing.topk_ids,
+                    expert_map=routing.expert_map,
+                    hidden_states_scale=prepared.scale,
+                    expert_tokens=prepared.expert_tokens,
+                    workspace=workspace.take(self._layout(tokens)),
+                    **applied,
+                )
+
+        if not expert_output.numel():
+            pass
+        elif replay is not None and not applied and prepared.expert_tokens is None:
+            given = expert_output, x, prepared.scale, routing.topk_weights, routing.topk_ids, routing.expert_map
+            replay.run(compute, given, workspace)
+        else:
+            compute(Workspace(weights.device) if workspace is None else workspace)
+        return expert_output
+
+    def replay_of_steps(self, output: Tensor) -> Replay | None:
+        """Return the recorded launches of the experts for a call in steps.
+
+        Args:
+            output: Output of the call.
+
+        Returns:
+            The recorded launches; None if the experts' launches are not replayed on their own.
+        """
+        experts, movement = self.modular_parts()
+        if output.is_cuda and movement.collective and experts.launches_only:
+            return self._replay_of(experts, movement)
+        return None
+
+    def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
+        """The recorded launches of calls with the current weights, experts and prepare/finalize."""
+        if not self._replay.fits(self._weights, experts, movement):
+            # For a call whose tokens cross ranks, only the experts' own launches are recorded here.
+            shares = movement.collective or movement.stateless
+            self._replay = Replay(
+                self._weights,
+                (self._weights, experts, movement),
+                alike=lambda: (
+                    (experts.launch_key, type(movement)) if shares and experts.launch_key is not None else None
+                ),
+            )
+        return self._replay
 
     def _run_monolithic(
         self,
@@ -580,16 +648,40 @@ class FusedMoEKernel:
                     router_logits=router_logits.contiguous(),
                     correction_bias=None if correction_bias is None else correction_bias.contiguous(),
                     expert_map=None if expert_map is None else expert_map.contiguous(),
-                    workspace=scratch.take(self.experts.workspaces(hidden_states.shape[0])),
+                    workspace=scratch.take(self._layout(hidden_states.shape[0])),
                 )
         if movement is not None:
-            movement.sum_ranks_async(output, partial).wait()
+            movement.sum_ranks(output, partial)
 
 
+def _routing(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    adapter_ids: Tensor | None,
+    tokens_per_rank: Sequence[int] | None,
+) -> TokenRouting:
+    """Return the routing as prepare and the experts take it.
+
+    Conversions are made here, outside of the recorded call: recordings contain no torch operations.
+    """
+    if tokens_per_rank is not None:
+        check_counts(tokens_per_rank)
+    return TokenRouting(
+        topk_weights.to(torch.float32).contiguous(),
+        topk_ids.contiguous(),
+        None if expert_map is None else expert_map.contiguous(),
+        None if adapter_ids is None else adapter_ids.contiguous(),
+        tokens_per_rank,
+    )
+
+
+#: Largest number of workspace layouts that a kernel keeps.
+MOST_LAYOUTS = 128
 #: Key in the state of a pickled kernel.
 _VERSIONS = "versions"
 #: Attributes that copies do not inherit.
-_OF_THIS_ONE = frozenset({"_handle", "_replay", "_captured_workspaces"})
+_OF_THIS_ONE = frozenset({"_handle", "_replay", "_layouts", "_captured_workspaces"})
 
 
 def versions_of(experts: FusedMoEExperts) -> dict[str, str | None]:
@@ -645,8 +737,7 @@ def _fused_moe_op(
 ) -> None:
     kernel = _kernel(handle)
     kernel._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
-    parts = kernel._modular_parts()
-    kernel._run(*parts, output, hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
+    kernel._run(output, hidden_states, _routing(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank))
 
 
 @torch.library.custom_op("moe_core::fused_moe_monolithic", mutates_args=("output",))
@@ -659,6 +750,6 @@ def _fused_moe_monolithic_op(
     handle: int,
 ) -> None:
     kernel = _kernel(handle)
-    kernel._checked(hidden_states, output)
-    check_logits(hidden_states, router_logits, correction_bias, expert_map, kernel.config)
+    kernel._check_logits(hidden_states, router_logits, correction_bias, expert_map)
+    kernel._output(hidden_states, output)
     kernel._run_monolithic(output, hidden_states, router_logits, correction_bias, expert_map)

@@ -540,15 +540,11 @@ class TensorPlaces:
         # New memory at the same address may be contiguous where the old memory was not, e.g. that of an expanded
         # scale.
         self.strided = [tensor for tensor in self.tensors if not tensor.is_contiguous()]
-        self.known = self.now()
-
-    def now(self) -> list[int | tuple[int, ...]]:
-        """Current addresses, and the strides of tensors that were not contiguous."""
-        return [*map(Tensor.data_ptr, self.tensors), *map(Tensor.stride, self.strided)]
+        self.known = [*map(Tensor.data_ptr, self.tensors), *map(Tensor.stride, self.strided)]
 
     def unmoved(self) -> bool:
         """Whether all tensors are still stored where they were."""
-        return self.now() == self.known
+        return [*map(Tensor.data_ptr, self.tensors), *map(Tensor.stride, self.strided)] == self.known
 
 
 def check_writable(name: str, tensor: Tensor) -> None:

@@ -50,10 +50,36 @@ class WorkspaceSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class WorkspaceLayout:
+    """Places of scratch tensors in one buffer, each aligned.
+
+    Every phase starts after the tensors that have no phase. The size is monotonic: it never shrinks when a spec grows.
+
+    Args:
+        specs: The scratch tensors.
+
+    Attributes:
+        nbytes: Size of the buffer in bytes.
+        places: First byte, byte after the last one, name, dtype and shape of each tensor.
+    """
+
+    def __init__(self, specs: Iterable[WorkspaceSpec]) -> None:
+        offsets: dict[int | None, int] = {None: 0}
+        inside = []
+        for spec in specs:
+            offset = offsets.setdefault(spec.phase, 0)
+            inside.append((spec, offset, spec.nbytes))
+            offsets[spec.phase] = offset + -(-inside[-1][2] // ALIGNMENT) * ALIGNMENT
+        shared = offsets.pop(None)
+        self.nbytes = shared + max(offsets.values(), default=0)
+        self.places: list[tuple[int, int, str, torch.dtype, tuple[int, ...]]] = []
+        for spec, offset, nbytes in inside:
+            start = offset if spec.phase is None else shared + offset
+            self.places.append((start, start + nbytes, spec.name, spec.dtype, spec.shape))
+
+
 def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
     """Compute the size of one buffer that holds all ``specs``, each aligned.
-
-    The size is monotonic: it never shrinks when a spec grows.
 
     Args:
         specs: The scratch tensors.
@@ -61,23 +87,7 @@ def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
     Returns:
         Size in bytes.
     """
-    return _layout(specs)[1]
-
-
-def _layout(specs: Iterable[WorkspaceSpec]) -> tuple[list[tuple[WorkspaceSpec, int]], int]:
-    """Each spec with its byte offset, and the total size.
-
-    Every phase starts after the tensors that have no phase.
-    """
-    offsets: dict[int | None, int] = {None: 0}
-    inside = []
-    for spec in specs:
-        offset = offsets.setdefault(spec.phase, 0)
-        inside.append((spec, offset))
-        offsets[spec.phase] = offset + -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-    shared = offsets.pop(None)
-    placed = [(spec, offset if spec.phase is None else shared + offset) for spec, offset in inside]
-    return placed, shared + max(offsets.values(), default=0)
+    return WorkspaceLayout(specs).nbytes
 
 
 class Workspace:
@@ -197,11 +207,11 @@ class Workspace:
             self._captured = True
         return self._buffer
 
-    def take(self, specs: Iterable[WorkspaceSpec]) -> Mapping[str, Tensor]:
+    def take(self, specs: Iterable[WorkspaceSpec] | WorkspaceLayout) -> Mapping[str, Tensor]:
         """Return uninitialized tensors for ``specs``; every other ``take`` shares their memory.
 
         Args:
-            specs: The scratch tensors.
+            specs: The scratch tensors, or their layout if it is known from an earlier call.
 
         Returns:
             Tensors by name.
@@ -209,10 +219,7 @@ class Workspace:
         Raises:
             TensorError: The buffer is the caller's and too small.
         """
-        placed, self.taken = _layout(specs)
+        layout = specs if isinstance(specs, WorkspaceLayout) else WorkspaceLayout(specs)
+        self.taken = layout.nbytes
         buffer = self.hold(self.taken)
-        tensors: dict[str, Tensor] = {}
-        for spec, offset in placed:
-            part = buffer[offset : offset + spec.nbytes]
-            tensors[spec.name] = part.view(spec.dtype).view(spec.shape)
-        return tensors
+        return {name: buffer[start:end].view(dtype).view(shape) for start, end, name, dtype, shape in layout.places}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
 from moe_core.interface.claims import Claims
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Prepared
@@ -253,15 +252,15 @@ class PoisonedBatches(BatchedPrepareAndFinalize):
     Buffers that an all-to-all between ranks fills may hold such values.
     """
 
-    def prepare_async(self, *arguments: Any, **named: Any) -> Pending[Prepared]:
-        prepared = super().prepare_async(*arguments, **named).wait()
+    def prepare(self, *arguments: Any, **named: Any) -> Prepared:
+        prepared = super().prepare(*arguments, **named)
         x, expert_tokens = prepared.hidden_states, prepared.expert_tokens
         if expert_tokens is not None and expert_tokens.expert_num_tokens is not None:
             unused = torch.arange(x.shape[1], device=x.device) >= expert_tokens.expert_num_tokens[:, None]
             for tensor in (x, prepared.scale):
                 if tensor is not None and tensor.dim() == 3:
                     _fill(tensor, unused[..., None])
-        return Pending.done(prepared)
+        return prepared
 
 
 def _fill(tensor: Tensor, where: Tensor) -> None:

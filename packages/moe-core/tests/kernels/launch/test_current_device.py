@@ -34,6 +34,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(launch, "has_several_gpus", lambda: True)
     return found
 
 

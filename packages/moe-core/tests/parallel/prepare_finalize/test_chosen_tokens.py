@@ -39,7 +39,7 @@ def arrived(cls: type[CollectivePrepareAndFinalize], tokens: int) -> float | Non
     x = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
     weights = torch.empty(tokens, TOP_K, device="meta")
     ids = torch.empty(tokens, TOP_K, dtype=torch.int32, device="meta")
-    prepared = movement(cls).prepare_async(x, TokenRouting(weights, ids)).wait()
+    prepared = movement(cls).prepare(x, TokenRouting(weights, ids))
     return None if prepared.expert_tokens is None else prepared.expert_tokens.mean
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -40,6 +41,40 @@ if TYPE_CHECKING:
 WHOLE_COLUMNS = 128
 #: largest number of (adapter, local expert) pairs: a program that sorts by them counts them all in registers
 MOST_LORA_GROUPS = 8192
+#: largest number of launch plans that a layer keeps
+MOST_PLANS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchPlan:
+    """Launch configurations of calls with one number of tokens.
+
+    Attributes:
+        tiles: Configurations of the fused layer.
+        vectors: Configurations of the layer for small M; None if it does not compute this number of tokens.
+    """
+
+    tiles: TilePlan
+    vectors: GemvPlan | None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlans:
+    """What all calls of a layer share, found once.
+
+    Attributes:
+        places: Places of the weights, of which the layers hold views.
+        tuned: Measured launch configurations that the plans are based on.
+        layer: The fused layer.
+        gemv: The layer for small M, or None.
+        by_tokens: Plans by number of tokens and whether they are for a GPU.
+    """
+
+    places: TensorPlaces
+    tuned: Tuned | None
+    layer: FusedLayer
+    gemv: GemvLayer | None
+    by_tokens: dict[tuple[int, bool], LaunchPlan] = field(default_factory=dict)
 
 
 class GroupedExperts(FusedMoEExpertsModular):
@@ -107,7 +142,7 @@ class GroupedExperts(FusedMoEExpertsModular):
         # subclasses with further per-layer state add it
         return type(self), self.config, self.weight_key, self.activation_key, self.device_info, self.tuned
 
-    @property
+    @cached_property
     def batched(self) -> bool:
         """Whether the activations are in the batched format."""
         return self.activation_format is FusedMoEActivationFormat.BATCHED
@@ -278,27 +313,42 @@ class GroupedExperts(FusedMoEExpertsModular):
     def layers(self, weights: KernelWeights) -> tuple[FusedLayer, GemvLayer | None]:
         """Return what all calls with ``weights`` share: the fused layer, and the layer for small M.
 
-        Both hold views of the weights. They are created by the first call, and again if the weights have moved.
-
         Args:
             weights: Weights of the layer.
 
         Returns:
             ``(layer, gemv_layer)``; the second is None if there is none.
         """
-        layers = self.__dict__.setdefault("_layers", WeakKeyDictionary())
-        found = layers.get(weights)
-        if found is None or not found[0].unmoved():
+        plans = self._plans(weights)
+        return plans.layer, plans.gemv
+
+    def _plans(self, weights: KernelWeights) -> LayerPlans:
+        """Return the plans of calls with ``weights``, which hold views of them.
+
+        They are created by the first call, and again if the weights have moved or other measured plans apply.
+        """
+        known = self.__dict__.setdefault("_known_plans", WeakKeyDictionary())
+        found: LayerPlans | None = known.get(weights)
+        if found is None or not found.places.unmoved() or found.tuned is not self.tuned:
             from moe_core.kernels.gemm.fused.layer import FusedLayer
             from moe_core.kernels.gemm.tiles.launch import Activation
 
             w13, w2 = (self.gemm_weight(name, weights) for name in ("w13", "w2"))
-            scheme, activation = self.activation_scheme(weights), Activation.of(self.config)
+            layer = FusedLayer(w13, w2, self.activation_scheme(weights), Activation.of(self.config))
             places = TensorPlaces(tensor for _, tensor in weights.tensors())
-            found = places, FusedLayer(w13, w2, scheme, activation), self.gemv_layer(weights)
-            layers[weights] = found
-        made: tuple[FusedLayer, GemvLayer | None] = found[1:]
-        return made
+            found = known[weights] = LayerPlans(places, self.tuned, layer, self.gemv_layer(weights))
+        return found
+
+    def _launch_plan(self, plans: LayerPlans, num_tokens: int, on_gpu: bool) -> LaunchPlan:
+        """Return the launch configurations for a number of tokens, which are determined once per layer."""
+        found = plans.by_tokens.get((num_tokens, on_gpu))
+        if found is None:
+            vectors = None if self.batched or plans.gemv is None else self.gemv_plan(num_tokens, on_gpu)
+            found = LaunchPlan(self.plan(num_tokens, on_gpu), vectors)
+            if len(plans.by_tokens) >= MOST_PLANS:
+                plans.by_tokens.clear()
+            plans.by_tokens[num_tokens, on_gpu] = found
+        return found
 
     def _tokens_alike(self, hidden_states: Tensor, expert_tokens: ExpertTokensMetadata | None) -> int:
         """Return the number of tokens of an equivalent call without remote experts.
@@ -307,13 +357,13 @@ class GroupedExperts(FusedMoEExpertsModular):
         The result is at least the number of tokens of the call: its workspace may be too small for a plan of fewer
         tokens (split-K, vectors).
         """
-        tokens, mean = hidden_states.shape[-2], None if expert_tokens is None or self.batched else expert_tokens.mean
-        if mean is None:
+        tokens, mean = hidden_states.shape[-2], None if expert_tokens is None else expert_tokens.mean
+        if mean is None or self.batched:
             return tokens
         return max(tokens, round(mean * self.config.num_experts / self.config.top_k))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_layers"}
+        return {name: value for name, value in self.__dict__.items() if name != "_known_plans"}
 
     def apply(
         self,
@@ -332,25 +382,16 @@ class GroupedExperts(FusedMoEExpertsModular):
         from moe_core.kernels.gemm.tiles.launch import Routing
         from moe_core.kernels.ops.batch import Batch
 
-        routing: Routing | Batch
-        if not self.batched:
-            experts, on_input = self.config.local_experts, self.config.apply_router_weight_on_input
-            routing = Routing(topk_ids, topk_weights, experts, expert_map, on_input)
-        else:
-            routing = Batch(ExpertTokensMetadata.rows_in_use(expert_tokens), hidden_states.shape[1])
-        tokens, on_gpu = self._tokens_alike(hidden_states, expert_tokens), hidden_states.device.type != "cpu"
-        (layer, gemv), vectors = self.layers(weights), self.gemv_plan(tokens, on_gpu)
-        reads = hidden_states_scale is None and gemv is not None and gemv.reads(hidden_states)
-        if isinstance(routing, Routing) and gemv is not None and vectors is not None and reads:
-            gemv(hidden_states, output, routing=routing, plan=vectors, workspace=workspace)
+        x_scale, on_gpu = hidden_states_scale, hidden_states.device.type != "cpu"
+        plans = self._plans(weights)
+        plan = self._launch_plan(plans, self._tokens_alike(hidden_states, expert_tokens), on_gpu)
+        if self.batched:
+            batch = Batch(ExpertTokensMetadata.rows_in_use(expert_tokens), hidden_states.shape[1])
+            plans.layer(hidden_states, output, batch, plan.tiles, workspace, lora=lora, x_scale=x_scale)
             return
-        plan = self.plan(tokens, on_gpu)
-        layer(
-            hidden_states,
-            output,
-            routing=routing,
-            plan=plan,
-            workspace=workspace,
-            lora=lora,
-            x_scale=hidden_states_scale,
-        )
+        config, gemv = self.config, plans.gemv
+        routing = Routing(topk_ids, topk_weights, config.local_experts, expert_map, config.apply_router_weight_on_input)
+        if gemv is not None and plan.vectors is not None and x_scale is None and gemv.reads(hidden_states):
+            gemv(hidden_states, output, routing, plan.vectors, workspace)
+        else:
+            plans.layer(hidden_states, output, routing, plan.tiles, workspace, lora=lora, x_scale=x_scale)

@@ -7,6 +7,7 @@ GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class TilePlan:
     gemm2: TileConfig
     pdl: bool = False
 
-    @property
+    @cached_property
     def block_m(self) -> int:
         """Rows of the tiles that pairs are sorted into; a GEMM with a smaller tile divides them."""
         return max(self.gemm1.block_m, self.gemm2.block_m)

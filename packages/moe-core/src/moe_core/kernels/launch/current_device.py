@@ -6,6 +6,7 @@ Triton and other just-in-time compilers launch on the current device.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -24,6 +25,12 @@ def is_elsewhere(device: torch.device) -> bool:
         Whether it is a GPU, and not the current one.
     """
     return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+@functools.cache
+def has_several_gpus() -> bool:
+    """Report whether a tensor may be on another GPU than the current one."""
+    return torch.cuda.device_count() > 1
 
 
 def current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_core.kernels.launch.current_device import current, device_of
+from moe_core.kernels.launch.current_device import current, device_of, has_several_gpus
 from moe_core.kernels.launch.describe import Value, describe
 
 #: Triton's launch options, as opposed to kernel parameters
@@ -133,7 +133,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
     if recording is not None:
         recording.append(Launch.of(kernel, grid, args, keywords))
         return
-    with current(device_of(args)):
+    if has_several_gpus():
+        with current(device_of(args)):
+            compiled = kernel[grid](*args, **keywords)
+    else:
         compiled = kernel[grid](*args, **keywords)
     observer = _OBSERVER.get()
     if observer is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -90,12 +90,12 @@ class QuantizeRows:
     group: int
     arguments: tuple[Any, ...] | None = None
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Number of columns of the result."""
         return self.x.shape[1] if self.values is None else self.values.shape[1]
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Number of groups in all rows."""
         return self.x.shape[0] * -(-self.width // self.group)

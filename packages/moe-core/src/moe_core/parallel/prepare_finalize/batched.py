@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
 from moe_core.errors import TensorError
 from moe_core.interface.experts import ExpertTokensMetadata
 from moe_core.interface.prepare_finalize import (
@@ -60,13 +59,13 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             raise TensorError(f"hidden_states has {tokens} tokens, the config's max_num_tokens is {most}")
         return tokens if most is None else most
 
-    def prepare_async(
+    def prepare(
         self,
         hidden_states: Tensor,
         routing: TokenRouting,
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-    ) -> Pending[Prepared]:
+    ) -> Prepared:
         from moe_core.reference.torch_experts import local_expert_ids
 
         config, topk_ids, adapters = self.config, routing.topk_ids, routing.adapter_ids
@@ -105,16 +104,16 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 scale = scale.view(experts, capacity, -1)
         counts = (bounds[1:] - bounds[:-1]).to(torch.int32)
         rows = rows.view(tokens, top_k).gather(1, first)
-        return Pending.done(BatchedPrepared(batched, routing, scale, ExpertTokensMetadata(counts), rows))
+        return BatchedPrepared(batched, routing, scale, ExpertTokensMetadata(counts), rows)
 
-    def finalize_async(
+    def finalize(
         self,
         output: Tensor,
         expert_output: Tensor,
         prepared: Prepared,
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    ) -> None:
         if not isinstance(prepared, BatchedPrepared) or prepared.rows is None:
             raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
         from moe_core.kernels.ops._backend import use_triton
@@ -130,4 +129,3 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             expert_map=routing.expert_map,
             rows=prepared.rows.flatten().int(),
         )
-        return Pending.done(None)

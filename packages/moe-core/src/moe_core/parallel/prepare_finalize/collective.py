@@ -92,7 +92,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.placement = self.destinations.placement
 
     @property
-    def maps_experts(self) -> bool:
+    def maps_experts(self) -> bool:  # type: ignore[override]
         return True
 
     @property
@@ -133,6 +133,25 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
     def max_tokens(self, num_tokens: int) -> int:
         return num_tokens * self.ranks.parallel.dp_size
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
+        static_scale: Tensor | None = None,
+    ) -> Prepared:
+        return self.prepare_async(hidden_states, routing, quantize_as, static_scale).wait()
+
+    def finalize(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        routing: TokenRouting,
+        reduce: TopKWeightAndReduce,
+    ) -> None:
+        self.finalize_async(output, expert_output, prepared, routing, reduce).wait()
 
     def prepare_async(
         self,
@@ -189,12 +208,11 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             reduce.apply(partial, expert_output, prepared.routing, self.config)
         return self.combine(output, partial, prepared.handle)
 
-    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
-        if self.ranks.parallel.token_sharing is not TokenSharing.EP_RANK or output.is_meta:
-            return Pending.done(None)
-        ranks = self.ranks.among(self.ranks.tp)
-        compare_same_tokens(ranks, self.layer_number, output)
-        return sum_ranks(ranks, output, fixed_order=self.config.batch_invariant)
+    def sum_ranks(self, output: Tensor, partial: Tensor) -> None:
+        if self.ranks.parallel.token_sharing is TokenSharing.EP_RANK and not output.is_meta:
+            ranks = self.ranks.among(self.ranks.tp)
+            compare_same_tokens(ranks, self.layer_number, output)
+            sum_ranks(ranks, output, fixed_order=self.config.batch_invariant).wait()
 
     def every_token(self, rows: int) -> int:
         """Estimate from how many tokens the rows that arrive were chosen, for uniform routing.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
 from moe_core.interface.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
@@ -37,29 +36,28 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
     launches_only = True
     stateless = True
 
-    def prepare_async(
+    def prepare(
         self,
         hidden_states: Tensor,
         routing: TokenRouting,
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-    ) -> Pending[Prepared]:
+    ) -> Prepared:
         scale = None
         if quantize_as is not None:
             from moe_core.kernels.ops.quantize import quantize_activation
 
             hidden_states, scale = quantize_activation(hidden_states, quantize_as, static_scale=static_scale)
-        rows, counts = len(hidden_states), routing.tokens_per_rank
-        expert_tokens = rows_of_chosen(rows, rows if counts is None else sum(counts), self.config)
-        return Pending.done(Prepared(hidden_states, routing, scale, expert_tokens))
+        counts = routing.tokens_per_rank
+        expert_tokens = None if counts is None else rows_of_chosen(len(hidden_states), sum(counts), self.config)
+        return Prepared(hidden_states, routing, scale, expert_tokens)
 
-    def finalize_async(
+    def finalize(
         self,
         output: Tensor,
         expert_output: Tensor,
         prepared: Prepared,
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    ) -> None:
         reduce.apply(output, expert_output, routing, self.config)
-        return Pending.done(None)

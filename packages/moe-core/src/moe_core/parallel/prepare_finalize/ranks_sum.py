@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
 from moe_core.errors import ConfigError
 from moe_core.interface.prepare_finalize import Prepared, TokenRouting
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
@@ -65,7 +64,7 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         self.destinations = None if placement is None else Destinations.of_layer(config, groups.parallel, placement)
 
     @property
-    def maps_experts(self) -> bool:
+    def maps_experts(self) -> bool:  # type: ignore[override]
         return self.destinations is not None
 
     @property
@@ -78,21 +77,21 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         self.destinations.move(placement)
         self.placement = placement
 
-    def prepare_async(
+    def prepare(
         self,
         hidden_states: Tensor,
         routing: TokenRouting,
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-    ) -> Pending[Prepared]:
+    ) -> Prepared:
         if self.destinations is not None:
             routing = replace(routing, topk_ids=self.destinations.local_ids(routing.topk_ids), expert_map=None)
-        return super().prepare_async(hidden_states, routing, quantize_as, static_scale)
+        return super().prepare(hidden_states, routing, quantize_as, static_scale)
 
-    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
+    def sum_ranks(self, output: Tensor, partial: Tensor) -> None:
         ranks = self.ranks.among()
         compare_same_tokens(ranks, self.layer_number, partial)
-        return sum_ranks(ranks, output, fixed_order=self.config.batch_invariant)
+        sum_ranks(ranks, output, fixed_order=self.config.batch_invariant).wait()
 
 
 class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
@@ -113,14 +112,14 @@ class ReduceScatterPrepareAndFinalize(AllReducePrepareAndFinalize):
         each = -(-num_tokens // self.ranks.parallel.world_size)
         return max(min(each, num_tokens - self.ranks.parallel.rank * each), 0)
 
-    def sum_ranks_async(self, output: Tensor, partial: Tensor) -> Pending[None]:
+    def sum_ranks(self, output: Tensor, partial: Tensor) -> None:
         groups, tokens = self.ranks, partial.shape[0]
         size = groups.parallel.world_size
         each = -(-tokens // size)
         compare_same_tokens(groups.among(), self.layer_number, partial)
         if not partial.numel():
-            return Pending.done(None)
+            return
         if each * size > tokens:
             partial = torch.cat([partial, partial.new_zeros(each * size - tokens, partial.shape[1])])
         fixed = self.config.batch_invariant
-        return sum_and_scatter(groups.among(), output, partial, each, fixed_order=fixed)
+        sum_and_scatter(groups.among(), output, partial, each, fixed_order=fixed).wait()

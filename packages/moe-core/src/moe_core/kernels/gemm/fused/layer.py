@@ -64,10 +64,10 @@ class FusedLayer:
         self,
         x: Tensor,
         out: Tensor,
-        *,
         routing: Routing | Batch,
         plan: TilePlan,
         workspace: Mapping[str, Tensor],
+        *,
         lora: LoRA | None = None,
         x_scale: Tensor | None = None,
     ) -> None:

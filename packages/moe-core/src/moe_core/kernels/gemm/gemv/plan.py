@@ -125,7 +125,7 @@ class GemvLayer(ABC):
         """
 
     def __call__(
-        self, x: Tensor, out: Tensor, *, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
+        self, x: Tensor, out: Tensor, routing: Routing, plan: GemvPlan, workspace: Mapping[str, Tensor]
     ) -> None:
         """Write the layer's output to ``out``, as a `FusedLayer` does.
 

@@ -140,16 +140,25 @@ class GemmWeight:
         Returns:
             The tensor descriptor, or None.
         """
+        found = self._descriptors.get((block_rows, block_columns))
+        if found is None and self.matrix is not None:
+            found = self._new_descriptor(self.matrix, block_rows, block_columns)
+            self._descriptors[block_rows, block_columns] = found
+        return found
+
+    @cached_property
+    def _descriptors(self) -> dict[tuple[int, int], Any]:
+        return {}
+
+    def _new_descriptor(self, matrix: Tensor, block_rows: int, block_columns: int) -> Any:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        if self.matrix is None:
-            return None
         weights, columns = self.arguments[0], block_columns // self.packed
         # The up half of an odd number of rows starts in the middle of a line.
         if weights.dim() == 4 and (self.interleaved or self.n % 2 == 0):
-            matrix = lines_of_experts(weights)
-            return TensorDescriptor.from_tensor(matrix, [block_rows * columns // matrix.shape[1], matrix.shape[1]])
-        return TensorDescriptor.from_tensor(self.matrix, [block_rows, columns])
+            lines = lines_of_experts(weights)
+            return TensorDescriptor.from_tensor(lines, [block_rows * columns // lines.shape[1], lines.shape[1]])
+        return TensorDescriptor.from_tensor(matrix, [block_rows, columns])
 
 
 @dataclass(frozen=True, eq=False)

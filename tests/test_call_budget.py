@@ -1,0 +1,68 @@
+"""How much host code one eager call passes through before its launches are recorded for replay.
+
+The bars are for readers and for host time alike: sizes and plans that depend on the layer and the number of tokens are
+found once, and a call is a dozen steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any, cast
+
+import pytest
+import torch
+from moe_core import FusedMoEConfig, FusedMoELayer
+from moe_core.kernels.launch.launch import record
+from moe_core_replayed_layers import called
+from moe_fp8.experts.triton import TritonFp8BlockExperts
+
+#: functions of this project that a call may call
+MOST_CALLS = 110
+#: classes that they may belong to
+MOST_CLASSES = 18
+
+CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
+
+
+@pytest.fixture
+def frames(device: torch.device) -> list[tuple[str, str, bool]]:
+    """Module, qualified name, and whether the hidden states came from another module, of each function called."""
+    kernel, inputs = called(device, TritonFp8BlockExperts, 16, CONFIG)
+    layer = FusedMoELayer(kernel, cast(Any, None))
+    found: list[tuple[str, str, bool]] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        module, code, caller = frame.f_globals.get("__name__", ""), frame.f_code, frame.f_back
+        # recording describes launches that a call would make
+        if event == "call" and module.startswith("moe_") and not code.co_qualname.startswith("Launch.of"):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            passed = any(frame.f_locals.get(name) is inputs.x for name in names)
+            crossed = caller is None or caller.f_globals.get("__name__") != module
+            found.append((module, code.co_qualname, passed and crossed))
+
+    for number in range(2):
+        with record(), torch.no_grad():
+            sys.setprofile(note if number else None)
+            try:
+                layer(inputs.x, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids)
+            finally:
+                sys.setprofile(None)
+    return found
+
+
+def test_a_call_passes_through_few_functions(frames: list[tuple[str, str, bool]]) -> None:
+    names = Counter(f"{module}.{name}" for module, name, _ in frames)
+    assert 0 < names.total() <= MOST_CALLS, names.most_common()
+
+
+def test_a_call_passes_through_few_classes(frames: list[tuple[str, str, bool]]) -> None:
+    parts = [(module, *name.split(".")) for module, name, _ in frames]
+    classes = {(module, name) for module, name, *inner in parts if inner and inner[0] != "<locals>"}
+    assert 0 < len(classes) <= MOST_CLASSES, sorted(classes)
+
+
+def test_no_module_gets_the_hidden_states_twice(frames: list[tuple[str, str, bool]]) -> None:
+    modules = Counter(module for module, _, passed in frames if passed)
+    assert set(modules.values()) == {1}, modules
