@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each parametrised test, run the first case and every Nth after it",
+        help="of each parametrized test, run the first case and every Nth after it",
     )
     parser.addoption(
         "--layers",

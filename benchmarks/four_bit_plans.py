@@ -82,13 +82,13 @@ def other_plans(chosen: TilePlan, rows_per_expert: float) -> dict[str, TilePlan]
     ):
         if not rows / 16 <= rows_per_expert <= rows * 1.5:
             continue  # nearly every expert would have a second tile, or an empty one
-        one = TileConfig(rows, 128, 4, 3, 1, swap_ab=True, tma=not special, warp_specialised=special)
+        one = TileConfig(rows, 128, 4, 3, 1, swap_ab=True, tma=not special, warp_specialized=special)
         two = replace(one, group_m=8)
         plans[name] = TilePlan(one, two)
         # Rows are sorted into tiles for both GEMMs; only the tile kernel can split them.
-        if chosen.gemm2.block_m <= rows or not chosen.gemm2.warp_specialised:
+        if chosen.gemm2.block_m <= rows or not chosen.gemm2.warp_specialized:
             plans[f"{name} + chosen"] = TilePlan(one, chosen.gemm2)
-        if chosen.gemm1.block_m <= rows or not chosen.gemm1.warp_specialised:
+        if chosen.gemm1.block_m <= rows or not chosen.gemm1.warp_specialized:
             plans[f"chosen + {name}"] = TilePlan(chosen.gemm1, two)
     return plans
 
@@ -183,7 +183,7 @@ def main() -> None:
             layers = [with_plan(made, plan)(config, weight_key=key, activation_key=None) for plan in plans]
             times, errors = compared(layers, weights, inputs)
             error = max(errors)
-            kind = "special" if chosen.gemm1.warp_specialised else "tiles"
+            kind = "special" if chosen.gemm1.warp_specialized else "tiles"
             tiles = f"{kind} {chosen.gemm1.block_m}/{chosen.gemm2.block_m}"
             text = f"{name} M {tokens} ({rows:.1f} rows) {tiles} {times[0]:.1f} us"
             others = zip(other_plans(chosen, rows), times[1:], strict=True)

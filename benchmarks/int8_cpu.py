@@ -39,14 +39,14 @@ LAYER = FusedMoEConfig(num_experts=128, top_k=8, hidden_size=2048, intermediate_
 KEYS = {"W8A8 per channel": kInt8StaticChannelSym, "W4A8, groups of 128": kInt4W4A8StaticGroup128Sym}
 
 
-class Dequantising(TorchExperts):
+class Dequantizing(TorchExperts):
     """Converts each expert's weights to float32, then multiplies the dequantized activations."""
 
     claims = TorchInt8Experts.claims
 
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
         if desc.key is None or desc.scale is None:
-            raise ValueError("the weights are quantised here")
+            raise ValueError("the weights are quantized here")
         one = slice(expert, expert + 1)
         return F.linear(x, dequantize_weight(weights[one], desc.scale[one], desc.key, parts=parts)[0])
 
@@ -83,7 +83,7 @@ def main() -> int:
     for name, key in KEYS.items():
         canonical = weights(key)
         kernels = []
-        for experts in (TorchInt8Experts, Dequantising):
+        for experts in (TorchInt8Experts, Dequantizing):
             made = experts(LAYER, weight_key=key, activation_key=kInt8DynamicTokenSym)
             kernels.append(FusedMoEKernel(made, made.convert(canonical), default_prepare_finalize(LAYER)))
         results = [kernel.apply(x, topk_weights=router, topk_ids=ids).double() for kernel in kernels]
@@ -106,7 +106,7 @@ def main() -> int:
                 "M": options.tokens,
                 "ms": ms,
             }
-            for peer, ms in zip(("torch", "dequantised"), found[2:], strict=True)
+            for peer, ms in zip(("torch", "dequantized"), found[2:], strict=True)
         ]
         print(
             f"{name}, {options.tokens} tokens: {found[0]:.0f} ms of processor time against {found[1]:.0f} "

@@ -14,7 +14,7 @@ from typing import Any
 GROUP = 32
 
 
-def quantise(weights: Any) -> tuple[Any, ...]:
+def quantize(weights: Any) -> tuple[Any, ...]:
     """Requantize the benchmark's weights: (w13, w2 e4m3, s13, s2 uint8 [E, rows, columns / 32])."""
     import torch
 
@@ -44,7 +44,7 @@ def build(weights: Any, backend: str = "auto", *, weight_only: bool = False) -> 
     config = mc.FusedMoEConfig(
         num_experts=shape.E, top_k=shape.topk, hidden_size=shape.K, intermediate_size=shape.N, activation=activation
     )
-    w13, w2, s13, s2 = quantise(weights)
+    w13, w2, s13, s2 = quantize(weights)
     oracle = mc.oracle("fp8")
     activations = None if weight_only else mc.kMxfp8Dynamic
     selection = oracle.select(config, weight_key=mc.kMxfp8Static, activation_key=activations, moe_backend=backend)
@@ -82,7 +82,7 @@ def marlin(weights: Any) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # the conversion uses the default dtype for scales
     try:
-        w13, w2, s13, s2 = fp8.convert_to_fp8_moe_kernel_format(kind, layer, *quantise(weights), None, None)
+        w13, w2, s13, s2 = fp8.convert_to_fp8_moe_kernel_format(kind, layer, *quantize(weights), None, None)
     finally:
         torch.set_default_dtype(before)
     quant = fp8.make_fp8_moe_quant_config(kind, s13, s2, None, None, block_shape=block)
@@ -96,7 +96,7 @@ def humming(weights: Any, fp8_activations: bool = False) -> Any:
     from vllm_peers import _humming, modules
 
     modules()
-    w13, w2, s13, s2 = quantise(weights)
+    w13, w2, s13, s2 = quantize(weights)
     scheme = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
     inputs = {"dtype": "float8e4m3", "group_size": GROUP, "scale_dtype": "float8e8m0", "quant_mode": "dynamic_group"}
     return _humming(

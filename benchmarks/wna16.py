@@ -15,7 +15,7 @@ from typing import Any
 GROUP = 128
 
 
-def quantise(weights: Any) -> tuple[Any, ...]:
+def quantize(weights: Any) -> tuple[Any, ...]:
     """Requantize int8 weights to groups of 128.
 
     Returns (w13, w2 uint8 [E, rows, columns] plus 128, s13, s2 bfloat16 [E, rows, columns / 128]).
@@ -52,7 +52,7 @@ def build(weights: Any, backend: str) -> Any:
         w13, w2, s13, s2 = weights.w13.view(torch.uint8), weights.w2.view(torch.uint8), weights.s13, weights.s2
     else:
         key = mc.kInt8Static
-        w13, w2, s13, s2 = quantise(weights)
+        w13, w2, s13, s2 = quantize(weights)
     selection = oracle.select(config, weight_key=key, activation_key=None, moe_backend=backend)
     converted = oracle.convert(selection, w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
     kernel = oracle.make_kernel(selection, converted)
@@ -77,7 +77,7 @@ def marlin(weights: Any) -> Any:
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 
     layer = SimpleNamespace(intermediate_size_per_partition=weights.shape.N)
-    w13, w2, s13, s2 = quantise(weights)
+    w13, w2, s13, s2 = quantize(weights)
     packed = w13.view(torch.int32), w2.view(torch.int32)
     w13, w2, s13, s2, *_ = int_wna16._process_weights_marlin(layer, None, 8, 4, GROUP, *packed, s13, s2)
     quant = int_wna16.make_wna16_moe_quant_config(w1_scale=s13, w2_scale=s2, group_size=GROUP, num_bits=8)

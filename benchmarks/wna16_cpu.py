@@ -50,7 +50,7 @@ class Blocks(TorchWNA16Experts):
         return None
 
 
-class Dequantising(TorchExperts):
+class Dequantizing(TorchExperts):
     """Converts each expert's weights to float32, then multiplies."""
 
     claims = TorchWNA16Experts.claims
@@ -94,7 +94,7 @@ def main() -> int:
     for name, key in KEYS.items():
         canonical = weights(key)
         kernels = []
-        for experts in (TorchWNA16Experts, Blocks, Dequantising):
+        for experts in (TorchWNA16Experts, Blocks, Dequantizing):
             made = experts(LAYER, weight_key=key, activation_key=None)
             kernels.append(FusedMoEKernel(made, made.convert(canonical), default_prepare_finalize(LAYER)))
         for tokens in options.tokens:

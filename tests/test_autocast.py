@@ -68,7 +68,7 @@ def test_a_compiled_layer_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("name", registry().online_names())
-def test_quantising_at_load_gives_the_same_bits(name: str) -> None:
+def test_quantizing_at_load_gives_the_same_bits(name: str) -> None:
     online = registry().online(name)
     config = Kind(online.scheme, None, None).config()
     plain = make_weights(config, None, None, seed=1)

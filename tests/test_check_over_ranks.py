@@ -14,7 +14,7 @@ from moe_kit.commands import Moe
 RANKS = {"int8": ("--tp", "2", "--ep", "2"), "fp8": ("--tp", "4", "--ep", "1")}
 
 
-def test_what_ranks_quantise_otherwise_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ranks_quantize_otherwise_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = []
     for scheme, ranks in RANKS.items():
         folder = tmp_path / scheme
@@ -24,5 +24,5 @@ def test_what_ranks_quantise_otherwise_is_no_error(tmp_path: Path, capsys: pytes
     first = run_ranks(run_installed, 4, commands, seconds=90)[0]
     for code, out, err in first:
         assert (code, err) == (0, "")
-        # float32 sums of 512 terms and fewer; one value that is quantised to the next number changes 2^-9 of the output
+        # float32 sums of 512 terms and fewer; one value that is quantized to the next number changes 2^-9 of the output
         assert json.loads(out)["check"]["error"] < 2**-10

@@ -131,7 +131,7 @@ def test_columns_in_any_order_are_shared_as_they_are() -> None:
 
 
 def values(weights: MoEWeights, name: str, parts: int) -> Tensor:
-    """[E, rows, columns] of one matrix, dequantised."""
+    """[E, rows, columns] of one matrix, dequantized."""
     assert weights.weight_key is not None
     return dequantize_weight(
         getattr(weights, name),
@@ -204,7 +204,7 @@ def test_ranks_have_the_layers_values_and_their_outputs_add_up(
         assert cut.refined  # groups that no backend takes: selection goes on to the next way
         return
     expected = output(whole, weights)
-    # float32 sums of N terms in another order, see test_shard; quantised activations may then round to the next code,
+    # float32 sums of N terms in another order, see test_shard; quantized activations may then round to the next code,
     # which is a step of e4m3 (2**-3 of the value); in finer groups x and h have an error of half a step in either run,
     # and gate and up are multiplied
     step = size**1.5 * 2**-24 if activation is None else 2**-3 if not cut.refined else 4 * 2**-4

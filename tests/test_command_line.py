@@ -209,11 +209,11 @@ LINES: list[tuple[str, int, str]] = [
     (
         "explain plain",
         2,
-        "is not quantised: its weights are BF16 without scales; as 16-bit experts they can be quantised",
+        "is not quantized: its weights are BF16 without scales; as 16-bit experts they can be quantized",
     ),
     ("explain plain", 2, "quantize (--quantize) is one of fp8_per_tensor, int8_per_channel, mxfp4, int4"),
     ("explain plain -v", 2, "int4_g64_asym"),
-    ("explain plain --all-layers", 2, "layers 0-1: plain: model.layers.0.mlp.experts is not quantised"),
+    ("explain plain --all-layers", 2, "layers 0-1: plain: model.layers.0.mlp.experts is not quantized"),
     ("explain plain --quantize int4_g32 --device h100", 0, "kInt4Static32"),
     ("run org/model", 2, "moe run: "),
     ("run fp8/config.json", 2, "moe run: "),

@@ -139,7 +139,7 @@ NAMES = {
     "moe_core.api.sm90": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.api.kernels": (
         "ActivationScheme Converted E4M3 FEW GemmWeight GemvFunctions GroupScheme INTERPRET LOAD_PARTS LOAD_WORDS "
-        "MarlinMatrix SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecialisedGemm "
+        "MarlinMatrix SHORT_STEP STEP ScaledMMFunctions TileFunctions WarpSpecializedGemm "
         "activation_functions as_stored_scheme asm_values divide factor_e4m3 in_columns in_order "
         "is_finite load_unquantized multiply multiply_group downcast_e4m3 open_blocks "
         "open_groups open_plain open_rows open_weights packed_weight pair per_word "
@@ -192,6 +192,6 @@ def test_declared_names_are_used(module: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.module == f"moe_core.{module}"
         for alias in node.names
     }
-    # what `GroupedExperts.plan` returns; what quantisers of other people's may use, as of this protocol
+    # what `GroupedExperts.plan` returns; what quantizers of other people's may use, as of this protocol
     kept = {"TilePlan", "divide", "downcast_e4m3"}
     assert set(importlib.import_module(f"moe_core.{module}").__all__) - used <= kept

@@ -7,7 +7,7 @@ from moe_core_deepep_double import deepep_cases
 from moe_core_layers import all_kinds
 from moe_core_rank_layers import Case
 
-#: tokens that travel as e4m3 with scales of blocks, as int8 (quantised where they arrive), in 16 bits
+#: tokens that travel as e4m3 with scales of blocks, as int8 (quantized where they arrive), in 16 bits
 KINDS = ("fp8-kFp8Static128BlockSym-kFp8Dynamic128Sym", "int8-kInt8StaticChannelSym-kInt8DynamicTokenSym")
 
 

@@ -129,7 +129,7 @@ def code(text: str) -> Iterator[str]:
 
 
 def unknown_options(text: str) -> set[str]:
-    """Options of ``moe`` that no command has, as "run --quantise"."""
+    """Options of ``moe`` that no command has, as "run --quantize"."""
     commands = next(a.choices for a in build()._actions if isinstance(a, argparse._SubParsersAction))
     found = set()
     for line in code(text):
@@ -149,7 +149,7 @@ CALLED = {name: getattr(mc, name) for name in mc.__all__ if callable(getattr(mc,
 
 
 def unknown_keywords(text: str) -> set[str]:
-    """Keywords that a public function of core does not have, as "load_layer(quantise=)"."""
+    """Keywords that a public function of core does not have, as "load_layer(quantize=)"."""
     found = set()
     for span in code(text):
         try:
@@ -179,7 +179,7 @@ def test_wrong_options_and_keywords_are_found() -> None:
     assert unknown_options(text) == {"run --quantise", "bench --eq"}
     assert unknown_keywords(text) == {"load_layer(quantise=)"}
     assert unknown_options("`moe run DIR --tp 2`, `torchrun --nproc-per-node 2 -m moe_core bench --ep 4`") == set()
-    assert unknown_keywords("`load_layer(DIR, layer=3)`, `other(quantise=1)`, `layer(x, adapter_ids=ids)`") == set()
+    assert unknown_keywords("`load_layer(DIR, layer=3)`, `other(quantize=1)`, `layer(x, adapter_ids=ids)`") == set()
 
 
 @pytest.mark.parametrize(

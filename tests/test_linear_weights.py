@@ -1,4 +1,4 @@
-"""Quantised linear layers as 16-bit weights: what formats make of experts they make of any matrix."""
+"""Quantized linear layers as 16-bit weights: what formats make of experts they make of any matrix."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TestEveryPackage:
         changelog = (ROOT / "packages" / name / "CHANGELOG.md").read_text()
         assert re.search(rf"^## {re.escape(PROJECTS[name]['version'])}\b", changelog, re.MULTILINE)
 
-    def test_licence_is_the_projects(self, name: str) -> None:
+    def test_license_is_the_projects(self, name: str) -> None:
         assert (ROOT / "packages" / name / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 

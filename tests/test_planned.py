@@ -161,7 +161,7 @@ def test_a_model_of_hundreds_of_gigabytes(moe: Any, tmp_path: Path) -> None:
 
 def test_sixteen_bits(moe: Any, tmp_path: Path) -> None:
     folder = written(tmp_path / "c", QWEN3)
-    moe.refuses("explain", folder, "--device", "h100", parts=("is not quantised", "--quantize"))
+    moe.refuses("explain", folder, "--device", "h100", parts=("is not quantized", "--quantize"))
     quantized = moe("explain", folder, "--device", "rtx4090", "--quantize", "int4_g128", "--json")
     assert quantized.code == 0
     assert quantized.data["fit"]["experts"] == pytest.approx(48 * 128 * 3 * 2048 * 768 * (4 + 16 / 128) / 8, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Experts that take hidden states quantised by somebody else compute what they compute from unquantised ones."""
+"""Experts that take hidden states quantized by somebody else compute what they compute from unquantized ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ H200 = DeviceInfo.parse("h200")
 
 
 def takers() -> list[tuple[type[FusedMoEExperts], QuantKey, QuantKey]]:
-    """(class, weight key, activation key) of every pair that may come quantised, once for each activation key."""
+    """(class, weight key, activation key) of every pair that may come quantized, once for each activation key."""
     found = {}
     for oracle in registry().oracles():
         for backend in oracle.table():
@@ -84,8 +84,8 @@ def test_codes_from_outside_give_the_same_bits(
 @pytest.mark.parametrize(
     ("experts", "weight_key", "key"), [case for case in takers() if issubclass(case[0], GroupedExperts)], ids=name_of
 )
-def test_codes_are_not_quantised_again(experts: type[GroupedExperts], weight_key: QuantKey, key: QuantKey) -> None:
-    """Launches for an H200, where the warp-specialised kernel wants the codes in the sorted order."""
+def test_codes_are_not_quantized_again(experts: type[GroupedExperts], weight_key: QuantKey, key: QuantKey) -> None:
+    """Launches for an H200, where the warp-specialized kernel wants the codes in the sorted order."""
     config = FusedMoEConfig(num_experts=32, top_k=6, hidden_size=2048, intermediate_size=768)
     made = experts(config, weight_key=weight_key, activation_key=key, device=H200)
     weights = meta_layer_weights(made)
@@ -110,12 +110,12 @@ def test_codes_are_not_quantised_again(experts: type[GroupedExperts], weight_key
         scattered = [one for one in scattered if one.arguments["positions"] is not None]
         assert all(one.arguments["x_scales"] is scale for one in scattered)
         assert bool(scattered) == (tokens == 4096)
-        # what sorts gets no rows to quantise
+        # what sorts gets no rows to quantize
         assert all(one.arguments["rows"].quantize is None for one in launches if one.name == "sort_kernel")
 
 
 def test_codes_change_places_with_their_scales() -> None:
-    """Into the sorted order: what runs before the warp-specialised kernel, which no interpreter knows."""
+    """Into the sorted order: what runs before the warp-specialized kernel, which no interpreter knows."""
     device = as_torch_device()
     tokens, top_k, experts, columns = 9, 2, 4, 256
     generator = torch.Generator().manual_seed(2)

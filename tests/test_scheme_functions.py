@@ -157,7 +157,7 @@ def test_the_priority_is_the_order_of_selection(scheme: str, module: ModuleType,
         assert order == list(dict.fromkeys(candidate.backend for candidate in report.candidates))
 
 
-def test_what_is_quantised_at_load_goes_by_its_name(scheme: str, module: ModuleType) -> None:
+def test_what_is_quantized_at_load_goes_by_its_name(scheme: str, module: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     w13, w2 = (torch.randn(8, *shape, generator=generator).bfloat16() for shape in ((256, 256), (256, 128)))
     plain = mc.MoEWeights(weight_key=None, activation_key=None, w13=w13, w2=w2)

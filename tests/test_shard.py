@@ -39,7 +39,7 @@ def config(size: int = 512, *, bias: bool = True, gated: bool = True) -> FusedMo
 
 
 def values(weights: MoEWeights, name: str, parts: int) -> Tensor:
-    """[E, rows, columns] of one matrix, dequantised."""
+    """[E, rows, columns] of one matrix, dequantized."""
     tensor, key = getattr(weights, name), weights.weight_key
     if key is None:
         return tensor

@@ -59,7 +59,7 @@ def test_blocks(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("gap", [0, 1 << 20], ids=["piece by piece", "together"])
 @pytest.mark.parametrize("form", ["one by one", "stacked", "transposed", "gpt_oss"])
 @pytest.mark.parametrize("online", ["fp8_per_block", "fp8_per_channel"])
-def test_16_bit_experts_quantised_at_load(
+def test_16_bit_experts_quantized_at_load(
     form: str, online: str, gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks have the scales of the whole layer, whether the columns of a scale are on one rank or not."""
@@ -132,7 +132,7 @@ def test_columns_less_than_a_page_apart_are_read_together(tmp_path: Path, bytes_
 
 
 def test_ranks_whose_shares_part_blocks_are_equal_and_reloaded(tmp_path: Path) -> None:
-    """64 columns each of blocks of 128; as stored and quantised at load, which takes 16-bit weights again."""
+    """64 columns each of blocks of 128; as stored and quantized at load, which takes 16-bit weights again."""
     stored, trained = (
         folder(tmp_path / "8", blocks("one by one"), BLOCKS),
         folder(tmp_path / "16", plain("stacked"), {}),

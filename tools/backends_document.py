@@ -62,7 +62,7 @@ How tokens reach the experts of other ranks ([distributed.md](distributed.md)). 
 were compared with the layer on one rank, with every scheme's own kernels; on four
 H100s the first three of them were compared with each other.
 
-| prepare/finalize | tokens quantised first | batch invariant | CUDA graphs | verified on | |
+| prepare/finalize | tokens quantized first | batch invariant | CUDA graphs | verified on | |
 |---|---|---|---|---|---|
 """
 

@@ -56,7 +56,7 @@ def problems_of(wheel: Path, project: dict[str, object]) -> list[str]:
     problems += [f"carries the test {name}" for name in names if Path(name).name.startswith(("test_", "conftest"))]
     problems += [f"carries the leftover {name}" for name in names if name.endswith((".pyc", ".so", ".orig"))]
     if metadata["License-Expression"] != "Apache-2.0" or not metadata.get_payload():
-        problems.append("has no licence expression or no README in its metadata")
+        problems.append("has no license expression or no README in its metadata")
     problems += [f"has the relative link {link} in its description" for link in relative_links(metadata.get_payload())]
     if len(metadata.get_all("Project-URL") or ()) < 4:
         problems.append("names fewer than four addresses of the project")

@@ -50,9 +50,9 @@ def both(config, pdl=False):
     return TilePlan(config, config, pdl)
 
 
-WIDE = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
+WIDE = TileConfig(128, 128, 8, 3, 8, warp_specialized=True)
 SPECIAL, SHORT = both(WIDE), both(replace(WIDE, short_tiles=True))
-WORDS = {rows: both(swapped(rows, tma=False, warp_specialised=True)) for rows in (64, 128)}
+WORDS = {rows: both(swapped(rows, tma=False, warp_specialized=True)) for rows in (64, 128)}
 PLAIN = both(TileConfig(64, 128, 8, 3, 8, tma=True))
 SPLIT, FEW, MANY = both(swapped(16, 2), True), both(swapped(32), True), both(swapped(64, tma=False))
 

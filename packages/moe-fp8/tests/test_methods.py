@@ -205,7 +205,7 @@ def test_what_was_converted_is_freed_and_comes_back() -> None:
 
 @pytest.mark.parametrize("online", [o.name for o in ONLINE])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_online_quantisation_carries_biases(name: str, online: str) -> None:
+def test_online_quantization_carries_biases(name: str, online: str) -> None:
     config, source = CONFIGS[name], sixteen_bit(CONFIGS[name], 0)
     method = Fp8OnlineMoEMethod(config, online, device="cpu")
     layer = made(method, source)

@@ -36,7 +36,7 @@ def test_the_other_commands(tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     assert main([*bench, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scheme"] == "fp8"
     for arguments, message in (
-        (["run", str(folder)], "they can be quantised at load: quantize (--quantize) is one of"),
+        (["run", str(folder)], "they can be quantized at load: quantize (--quantize) is one of"),
         (["run", str(folder), "--quantize", "fp9"], "quantize='fp9' is unknown; installed: "),
         (
             ["explain", *shape, "--quantize", "mxfp8", "--weight-key", "kMxfp8Static"],

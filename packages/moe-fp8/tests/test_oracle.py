@@ -93,7 +93,7 @@ def test_gpus_without_fp8_take_a_kernel(
     [
         (
             "cpu",
-            "torch does not take activations quantised as kFp8StaticTensorSym (e4m3, static float32 per tensor), takes",
+            "torch does not take activations quantized as kFp8StaticTensorSym (e4m3, static float32 per tensor), takes",
         ),
         ("sm80", "with 16-bit activations marlin fits (activation_key=None, --activation-key none)"),
         ("sm90", "with 16-bit activations marlin fits (activation_key=None, --activation-key none)"),

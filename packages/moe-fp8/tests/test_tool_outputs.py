@@ -231,7 +231,7 @@ def test_stacked_experts_of_transformers(scale: str, tmp_path: Path) -> None:
 
 
 def test_dynamic_per_tensor_is_one_scale(tmp_path: Path) -> None:
-    """The tool's quantiser, which takes one scale for all tokens of an expert: the dynamic per-tensor key, by expert.
+    """The tool's quantizer, which takes one scale for all tokens of an expert: the dynamic per-tensor key, by expert.
 
     A key of groups of 128, or of tokens, would be 1e-2 away.
     """

@@ -63,7 +63,7 @@ class TestKnownFaults(KnownFaultTests):
     "run",
     [
         run
-        for run in TestKnownFaults.runs(Layers({}, quantised=True))
+        for run in TestKnownFaults.runs(Layers({}, quantized=True))
         if run.case.activation_key == kInt8StaticTensorAsym
     ],
     ids=lambda run: run.experts.__name__,
@@ -100,10 +100,10 @@ def test_online_w8a8_is_not_w8a16(device: torch.device) -> None:
     routed = {"topk_weights": inputs.topk_weights, "topk_ids": inputs.topk_ids}
     y = layer(inputs.x.to(device), **{name: t.to(device) for name, t in routed.items()}).cpu().double()
     weights = moe_int8.quantize_moe_weights(sixteen_bit(), "int8_per_channel")
-    quantised, plain = (
+    quantized, plain = (
         fused_moe_reference(inputs.x, weights, BASE, **routed, quantize_activations=q) for q in (True, False)
     )
-    assert float((y - quantised).norm()) < 0.5 * float((y - plain).norm())
+    assert float((y - quantized).norm()) < 0.5 * float((y - plain).norm())
     # and a quant config that says nothing of activations means int8 ones
     scale = torch.ones(8, 512, 1)
     assert moe_int8.make_int8_moe_quant_config(w1_scale=scale, w2_scale=scale).activation_key == kInt8DynamicTokenSym

@@ -117,10 +117,10 @@ def test_a_named_backend_is_never_replaced() -> None:
 @pytest.mark.parametrize(
     ("weight_key", "activation_key", "message"),
     [
-        (kInt8StaticChannelSym.with_group(1, 128), kInt8DynamicTokenSym, "does not read weights quantised as"),
-        (kInt8StaticChannelSym, kInt8DynamicTokenSym.with_group(1, 128), "does not take activations quantised as"),
-        (kInt4W4A8StaticGroup128Sym.with_group(1, 96), kInt8DynamicTokenSym, "does not read weights quantised as"),
-        (kInt4W4A8StaticGroup128Sym, kInt8StaticTensorSym, "does not take activations quantised as"),
+        (kInt8StaticChannelSym.with_group(1, 128), kInt8DynamicTokenSym, "does not read weights quantized as"),
+        (kInt8StaticChannelSym, kInt8DynamicTokenSym.with_group(1, 128), "does not take activations quantized as"),
+        (kInt4W4A8StaticGroup128Sym.with_group(1, 96), kInt8DynamicTokenSym, "does not read weights quantized as"),
+        (kInt4W4A8StaticGroup128Sym, kInt8StaticTensorSym, "does not take activations quantized as"),
     ],
 )
 def test_no_key_is_taken_for_another(weight_key: QuantKey, activation_key: QuantKey, message: str) -> None:

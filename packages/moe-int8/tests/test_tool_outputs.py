@@ -1,4 +1,4 @@
-"""``moe run`` gives what the tools' files say: their weights exactly, activations quantised as their config has it."""
+"""``moe run`` gives what the tools' files say: their weights exactly, activations quantized as their config has it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_outputs_of_the_tools_own_files(case: str, dtype: str, given: str, tmp_p
     output = run(DATA / case, routed(tensors, given), tmp_path, dtype)
     allowed = FILES.bound(case, "ref_experts_out_f32" if dtype == "fp32" else "ref_experts_out_actq_kernel")
     assert relative(output, reference(DATA / case, tensors)) < allowed
-    # not further from the tool's than quantised activations are from others
+    # not further from the tool's than quantized activations are from others
     distance = json.loads((DATA / case / "manifest.json").read_text())["actq_vs_weightonly_rel"]
     assert relative(output, tensors["ref_experts_out_actq"]) < distance
 
@@ -187,7 +187,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     check(W8A8, FILES.rewritten(W8A8, tmp_path / "w", change=stack), tmp_path)
 
 
-def static_quantised(x: Tensor, scale: float, zero_point: int) -> Tensor:
+def static_quantized(x: Tensor, scale: float, zero_point: int) -> Tensor:
     """By the definition: codes of -128 to 127."""
     codes = ((x.float() / torch.tensor(scale)).round() + zero_point).clamp(-128, 127)
     return (codes - zero_point).double() * torch.tensor(scale).double()
@@ -238,8 +238,8 @@ def test_static_activations(name: str, tmp_path: Path) -> None:
         for slot in range(3):
             expert = int(tensors["topk_ids"][token, slot])
             more, zero = 1 + expert / 4, zero_point + expert if zero_point else 0
-            gate, up = (w13[expert] @ static_quantised(x[token], scale13 * more, zero)).chunk(2)
-            h = static_quantised(torch.nn.functional.silu(gate) * up, scale2 * more, zero)
+            gate, up = (w13[expert] @ static_quantized(x[token], scale13 * more, zero)).chunk(2)
+            h = static_quantized(torch.nn.functional.silu(gate) * up, scale2 * more, zero)
             expected[token] += (w2[expert] @ h) * tensors["topk_weights"][token, slot]
     inputs = routed(tensors)
     # a hidden value in some thousand falls on the other side of a rounding boundary in float32

@@ -39,7 +39,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def wanted(tensors: Tensors) -> Tensor:
-    """The tool's output, with inputs quantised where its file says so."""
+    """The tool's output, with inputs quantized where its file says so."""
     return tensors.get("ref_experts_out_actq", tensors["ref_experts_out"])
 
 
@@ -224,7 +224,7 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Quant
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_quantised_activations(name: str, tmp_path: Path) -> None:
+def test_quantized_activations(name: str, tmp_path: Path) -> None:
     """The reference's output, and the tool's up to the activations' rounding."""
     quantization, change, key = ACTIVATIONS[name]
     folder = FILES.rewritten(COMPRESSED, tmp_path / "w", quantization, change)
@@ -239,7 +239,7 @@ def test_quantised_activations(name: str, tmp_path: Path) -> None:
         topk_weights=tensors["topk_weights"],
         topk_ids=tensors["topk_ids"],
     )
-    # its quantiser sees float64 sums, the layer's float32 ones: a code in a few thousand differs by one step
+    # its quantizer sees float64 sums, the layer's float32 ones: a code in a few thousand differs by one step
     in_4_bits = key in (kMxfp4Dynamic, kMxfp4DynamicEven, kMxfp4DynamicDown)
     step = 2.0**-3 if in_4_bits else 2.0**-4
     assert relative(output, exact) < step / 16

@@ -212,7 +212,7 @@ def changed(row: tuple[str, str], **changes: Any) -> Callable[[types.SimpleNames
 @pytest.mark.parametrize(
     ("info", "settings", "reason"),
     [
-        (plain, {}, "the experts are not quantised"),
+        (plain, {}, "the experts are not quantized"),
         (changed(BLOCK, use_mxfp8=True), {}, "the experts are use_mxfp8 and use_fp8_w8a8"),
         (changed(INT8, block_shape=[128, 128]), {}, "use_int8_w8a8 with scales per block is no format of moe-core"),
         (changed(INT8, per_channel_quant=False), {}, "use_int8_w8a8 with scales per tensor is no format of moe-core"),

@@ -1,4 +1,4 @@
-"""Every MoE family of transformers: its experts, quantised at load, compute what its own modules do."""
+"""Every MoE family of transformers: its experts, quantized at load, compute what its own modules do."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class TestRefused:
 
 
 def test_a_block_of_gate_and_up_is_repeated_for_each() -> None:
-    """As transformers quantises them on the fly: 192 rows of each, three blocks of 128 for both."""
+    """As transformers quantizes them on the fly: 192 rows of each, three blocks of 128 for both."""
     config = Qwen3MoeConfig(hidden_size=K, moe_intermediate_size=192, num_experts=2)
     module = fp8_experts(config, block_size=(128, 128))
     filled = Filled.of(module, "experts", top_k=1, dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 """Whole tiny models, each linear layer and expert in one tool's format, against the same model with the codes' values.
 
-In float32, with activations that are not quantised, both compute the same numbers, but for the order of sums.
+In float32, with activations that are not quantized, both compute the same numbers, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_codes_values(tmp_path: Path, family: str, form:
     assert error < (BOUND_INT8 if int8 else BOUND)
 
 
-def quantises_outputs(folder: Path, form: str) -> None:
+def quantizes_outputs(folder: Path, form: str) -> None:
     """Queries, keys and values in FP8, as tools write it for attention and its cache."""
     stored = load_file(folder / "model.safetensors")
     scales = {
@@ -90,7 +90,7 @@ def quantises_outputs(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["quark", "compressed-tensors fp8"])
 def test_outputs_of_attention_are_no_matter_of_the_weights(tmp_path: Path, form: str) -> None:
     quantized, plain = checkpoint(tmp_path, "qwen3_moe", form)
-    quantises_outputs(quantized, form)
+    quantizes_outputs(quantized, form)
     with moe_transformers.loading(activation_key=None):
         model, info = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]

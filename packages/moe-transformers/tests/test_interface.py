@@ -28,7 +28,7 @@ Call = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def fp8_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers dequantises FP8 checkpoints where it sees no GPU that multiplies e4m3."""
+    """transformers dequantizes FP8 checkpoints where it sees no GPU that multiplies e4m3."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *_, **__: None)
 
 
@@ -100,20 +100,20 @@ def test_is_the_layer_of_the_checkpoint_in_the_modules_memory(
 
 
 def test_eager_comes_back(folder: Callable[..., Path], call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FP8Experts, "linear", dequantised_linear)
+    monkeypatch.setattr(FP8Experts, "linear", dequantized_linear)
     model = load(folder())
     module = experts(model)
     model.set_experts_implementation("eager")
     expected = run(module, call)
     model.set_experts_implementation("moe_core")
     found = run(module, call)
-    # moe-core quantises x and h, each to four significant bits: by 2**-4 of a value at most
+    # moe-core quantizes x and h, each to four significant bits: by 2**-4 of a value at most
     assert 0 < (found - expected).float().norm() < 2 * 2**-4 * expected.float().norm()
     model.set_experts_implementation("eager")
     assert torch.equal(run(module, call), expected)
 
 
-def dequantised_linear(module: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: None = None) -> Tensor:
+def dequantized_linear(module: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: None = None) -> Tensor:
     """A product of transformers' FP8 experts in blocks, which itself downloads a kernel."""
     full = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return nn.functional.linear(x, full.to(x.dtype))

@@ -134,7 +134,7 @@ def test_other_threads_load_as_ever(folders: tuple[Path, Path]) -> None:
 
     def other() -> None:
         inside.wait()
-        # transformers' own quantiser dequantises these where there is no GPU
+        # transformers' own quantizer dequantizes these where there is no GPU
         found.append(AutoModelForCausalLM.from_pretrained(folders[0]))
         done.set()
 
@@ -299,7 +299,7 @@ def big(reads: Counter[str]) -> list[str]:
     return [name for name in reads if ".mlp.gate." not in name]
 
 
-def test_a_quantiser_that_is_not_known(folder: Path, tmp_path: Path, reads: Counter[str]) -> None:
+def test_a_quantizer_that_is_not_known(folder: Path, tmp_path: Path, reads: Counter[str]) -> None:
     entry = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     other = edited(folder, tmp_path / "bnb", lambda config: config.update(quantization_config=entry))
     expected = (
@@ -461,14 +461,14 @@ def test_layers_that_the_model_lacks_are_not_looked_at(
     assert not [name for name in reads if "layers.1." in name and ".mlp.gate." not in name]
 
 
-def test_experts_are_not_quantised_twice(folder: Path, reads: Counter[str]) -> None:
+def test_experts_are_not_quantized_twice(folder: Path, reads: Counter[str]) -> None:
     with moe_transformers.loading(quantize="fp8_per_channel"):
         with pytest.raises(RefusedError, match="fp8_per_channel"):
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert not [name for name in reads if ".experts." in name]
 
 
-def test_16_bit_experts_are_quantised_where_that_is_asked_for(folders: tuple[Path, Path]) -> None:
+def test_16_bit_experts_are_quantized_where_that_is_asked_for(folders: tuple[Path, Path]) -> None:
     with moe_transformers.loading(quantize="fp8_per_channel_w8a16"):
         model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
     assert len(experts_of(model)) == 2

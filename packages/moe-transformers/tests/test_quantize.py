@@ -1,4 +1,4 @@
-"""16-bit experts that transformers filled, quantised where they are."""
+"""16-bit experts that transformers filled, quantized where they are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def replaced(model: nn.Module) -> list[MoeCoreExperts]:
 
 @pytest.mark.parametrize("quantize", ["fp8_per_channel_w8a16", "int8_per_channel_w8a16"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_quantised_experts_are_those_of_the_module(model_type: str, quantize: str) -> None:
+def test_quantized_experts_are_those_of_the_module(model_type: str, quantize: str) -> None:
     model = tiny_model(model_type)
     name, module = next(experts_modules(model))
     filled = Filled.of(module, name, top_k=top_k_of(module, name), dtype=torch.float32)
@@ -96,7 +96,7 @@ def test_biases_hold_on_to_nothing() -> None:
     assert not before & {tensor.untyped_storage().data_ptr() for _, tensor in layer.weights.tensors()}
 
 
-def test_reload_quantises_as_before() -> None:
+def test_reload_quantizes_as_before() -> None:
     model, other = qwen3(), qwen3(seed=1)
     weights = Filled.of(next(experts_modules(other))[1], "experts", top_k=TOP_K, dtype=torch.bfloat16).weights()
     quantize_experts(model, "fp8_per_channel")
@@ -110,7 +110,7 @@ def test_reload_quantises_as_before() -> None:
 
 
 class TestRefused:
-    """Before anything is quantised."""
+    """Before anything is quantized."""
 
     @pytest.fixture
     def model(self) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 PACKAGE = Path(__file__).parents[1]
 FRONT_PAGE = PACKAGE.parents[1] / "README.md"
-#: written by transformers' own quantiser
+#: written by transformers' own quantizer
 CASE = PACKAGE.parent / "moe-fp8" / "tests" / "data" / "qwen3_hf_fp8_block"
 
 

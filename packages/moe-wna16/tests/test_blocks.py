@@ -1,4 +1,4 @@
-"""Products with blocks of dequantised rows, against whole dequantised matrices."""
+"""Products with blocks of dequantized rows, against whole dequantized matrices."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class TestCommandLine(CommandLineTests):
         (folder / "config.json").write_text(json.dumps({**MODEL.config, "quantization_config": quantization}))
         refuses(
             "no backend takes kInt4Static[1x256,float16] weights with 16-bit activations",
-            "does not read weights quantised as",
+            "does not read weights quantized as",
             "1x256",
         )
         refuses("no torch", "no marlin", arguments=("-v",))

@@ -219,7 +219,7 @@ def test_fp8_activations(tmp_path: Path) -> None:
             topk_weights=tensors["topk_weights"],
             topk_ids=tensors["topk_ids"],
         )
-        # its quantiser sees float64 sums, the layer's float32 ones: a code in a few thousand differs by one step
+        # its quantizer sees float64 sums, the layer's float32 ones: a code in a few thousand differs by one step
         assert relative(outputs[-1], exact) < 2e-3
     assert torch.equal(outputs[0], outputs[1])
     # e4m3 keeps three bits after the leading one: a relative error of at most 2**-4 for each input

@@ -105,7 +105,7 @@ def test_reads_what_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("most", [None, 5, 1], ids=["whole", "in pieces", "byte by byte"])
 @pytest.mark.parametrize("gap", [2, 3])
 @pytest.mark.parametrize("together", [1024, 2])
-def test_neighbours_are_read_at_once(
+def test_neighbors_are_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, together: int, gap: int
 ) -> None:
     content = bytes(range(100))

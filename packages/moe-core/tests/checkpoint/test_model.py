@@ -206,7 +206,7 @@ def test_what_is_assumed_of_an_unknown_family_is_noted(tmp_path: Path) -> None:
     assert "model_type 'new_moe' is not known; routing is assumed to be softmax over all experts with renorm" in assumed
     assert "and the activation is assumed to be silu" in assumed
     assumed = str(model(tmp_path / "b", {**config, "norm_topk_prob": False}, bias(), settings=given).assumed)
-    assert "sigmoid over all experts, chosen with a correction bias, with no renormalisation" in assumed
+    assert "sigmoid over all experts, chosen with a correction bias, with no renormalization" in assumed
     # only what is not given is guessed
     assumed = str(model(tmp_path / "c", config, settings=ModelSettings("softmax", assume=True)).assumed)
     assert assumed.endswith("is not known; the activation is assumed to be silu")
@@ -569,12 +569,12 @@ def test_more_tensors_of_the_router(tmp_path: Path) -> None:
     found = model(tmp_path / "a", {"model_type": "qwen3_moe", **NEW}, gate)
     assert found.config.routing is None
     assert "model.layers.0.mlp.gate.scale takes part in routing" in str(found.routing_reason)
-    # what belongs to a quantised weight is the format's
+    # what belongs to a quantized weight is the format's
     gate = {**gate, "model.layers.0.mlp.gate.weight": torch.zeros(E, K, dtype=torch.float8_e4m3fn)}
     assert model(tmp_path / "b", {"model_type": "qwen3_moe", **NEW}, gate).config.routing is not None
 
 
-def test_quantised_router_is_left_out(tmp_path: Path) -> None:
+def test_quantized_router_is_left_out(tmp_path: Path) -> None:
     gate = torch.zeros(E, K, dtype=torch.float8_e4m3fn)
     assert (
         model(tmp_path, {"model_type": "mixtral", **OLD}, {"model.layers.0.mlp.gate.weight": gate}).router_weight

@@ -1,4 +1,4 @@
-"""16-bit experts, read and quantised at load: every naming, and what can't be."""
+"""16-bit experts, read and quantized at load: every naming, and what can't be."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_biases_are_carried_through(tmp_path: Path) -> None:
         assert torch.equal(weights.w2_bias[expert], down)
 
 
-def test_a_layer_is_quantised_at_load_and_again_at_reload(tmp_path: Path) -> None:
+def test_a_layer_is_quantized_at_load_and_again_at_reload(tmp_path: Path) -> None:
     x = torch.randn(6, K, generator=torch.Generator().manual_seed(3))
     first, second = (
         folder(tmp_path / "a", layer_tensors()),
@@ -270,7 +270,7 @@ def test_one_canonical_tensor_of_16_bit_experts(tmp_path: Path) -> None:
         unquantized_tensor(find_layer(Checkpoint.open(folder(tmp_path / "b", fp8))), "w13", config)
 
 
-def test_a_quantiser_of_ones_own(tmp_path: Path) -> None:
+def test_a_quantizer_of_ones_own(tmp_path: Path) -> None:
     def halves(w: Tensor, parts: int) -> Quantized:
         return quantize_weight(w / 2, INT8.weight_key, parts=parts)
 

@@ -469,7 +469,7 @@ def test_unknown_tensor(tmp_path: Path) -> None:
         checkpoint.tensor("b")
 
 
-# ------------------------------------------------------------------ what is said of the quantisation
+# ------------------------------------------------------------------ what is said of the quantization
 
 
 def quantization(folder: Path, **files: object) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_quark_classes_of_experts_before_linear(layer: LayerExperts, order: int)
 
 @pytest.mark.parametrize(
     ("entries", "reason"),
-    [({"weight": None}, "weight is null"), ({"weight": {}, "output_tensors": {}}, "output_tensors are quantised")],
+    [({"weight": None}, "weight is null"), ({"weight": {}, "output_tensors": {}}, "output_tensors are quantized")],
 )
 def test_quark_experts_that_nothing_reads(layer: LayerExperts, entries: dict[str, Any], reason: str) -> None:
     found = quark_layer({"global_quant_config": entries}, layer)

@@ -72,7 +72,7 @@ def test_no_tokens(moe: Any, folder: Path) -> None:
     assert check == {"error": 0.0, "tolerance": 0.0, "passed": True, "fault": None}
 
 
-def test_a_backend_that_requantises(moe: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_requantizes(moe: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own weights are the measure, and they may depend on every expert's."""
     seen = []
 

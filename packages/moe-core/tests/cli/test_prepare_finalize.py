@@ -39,7 +39,7 @@ class Gathers(ToyExperts):
 
 
 class Quantized(ToyExperts):
-    """Takes tokens that are quantised already."""
+    """Takes tokens that are quantized already."""
 
     claims = replace(CLAIMS, takes_quantized=True)
 
@@ -81,7 +81,7 @@ def test_selection_itself_holds_experts_to_the_prepare_finalize_of_the_config(or
     assert oracle.select(own, **KEYS, device="h200", environment=Environment()).backend == "routes"
 
 
-def test_only_experts_that_take_it_get_quantised_tokens(oracle: Oracle) -> None:
+def test_only_experts_that_take_it_get_quantized_tokens(oracle: Oracle) -> None:
     found = select(oracle, ep=8, dp=8)
     assert candidate(found, "alltoall").payload == kFp8Dynamic128Sym
     assert candidate(found, "allgather_reducescatter").payload is None
@@ -151,7 +151,7 @@ def test_the_report_is_json(oracle: Oracle) -> None:
     assert {pair["backend"] for pair in data["prepare_finalize"][0]["pairs"]} == {"routes", "gathers", "quantized"}
     assert data["prepare_finalize"][0]["cost"]["seconds"] > 0
     payloads = {
-        one["name"]: one["quantised_before"] for one in select(oracle, ep=8, dp=8).as_dict()["prepare_finalize"]
+        one["name"]: one["quantized_before"] for one in select(oracle, ep=8, dp=8).as_dict()["prepare_finalize"]
     }
     assert (payloads["alltoall"], payloads["allgather_reducescatter"]) == (str(kFp8Dynamic128Sym), None)
     elsewhere = select(oracle, ep=8, dp=8, device="cpu").as_dict()

@@ -207,7 +207,7 @@ SCALED_AFTER: dict[str, Callable[[LayerModel], float]] = {
 }
 #: what the module adds to the sum that it divides by, over sums of at least 0.2: elsewhere a few roundings of float32
 RENORM_EPSILON = {"lfm2_moe": 1e-6 / 0.2}
-#: the module normalises the experts' sum
+#: the module normalizes the experts' sum
 NORMALISED_AFTER = {"axk1"}
 
 

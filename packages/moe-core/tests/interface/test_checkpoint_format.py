@@ -156,10 +156,10 @@ def test_formats_of_the_method_alone_say_why(
         read_layer(checkpoint, plugins=plugins)
 
 
-def test_experts_that_are_not_quantised(tmp_path: Path, plugins: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_are_not_quantized(tmp_path: Path, plugins: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = with_method(tmp_path, {"quant_method": "other"})
     expected = (
-        "model.layers.0.mlp.experts is not quantised: its weights are BF16 without scales, "
+        "model.layers.0.mlp.experts is not quantized: its weights are BF16 without scales, "
         "although config.json says quant_method 'other'"
     )
     with_formats(plugins, OtherFormat, monkeypatch=monkeypatch)

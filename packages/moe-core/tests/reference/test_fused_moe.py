@@ -151,7 +151,7 @@ def test_is_that_of_the_loops(weight_key: QuantKey | None, activation_key: Quant
     result = fused_moe_reference(x, weights, config, topk_weights=topk_weights, topk_ids=topk_ids)
     assert result.dtype is torch.float64
     expected = by_loops(x, weights, config, topk_weights, topk_ids, list(range(5)))
-    # float64 sums in another order; a value on a rounding boundary of the quantiser would show, and none is
+    # float64 sums in another order; a value on a rounding boundary of the quantizer would show, and none is
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     idle = ((topk_ids < 0) | (topk_ids >= 5)).all(dim=1)
     assert not result[idle].any()
@@ -257,7 +257,7 @@ def test_the_yardstick_is_as_far_away_as_its_dtype_says(
     if activation_key is None:
         assert error < moved
     else:
-        # a quantiser's steps are up to q = 2^-3 of a value: the share moved / q of x and of h crosses a boundary, by q
+        # a quantizer's steps are up to q = 2^-3 of a value: the share moved / q of x and of h crosses a boundary, by q
         assert error < moved + math.sqrt(2 * 2**-3 * moved)
     single = run(dtype=torch.float32)
     assert single.dtype is torch.float32

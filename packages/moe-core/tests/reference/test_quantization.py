@@ -1,4 +1,4 @@
-"""Reference quantisers and dequantisers against loops that decode bit by bit."""
+"""Reference quantizers and dequantizers against loops that decode bit by bit."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from moe_core.runtime.call_launches import representatives
     changes=st.lists(st.integers(1, 900), max_size=6),
     thresholds=st.lists(st.integers(1, 900), max_size=4),
     factor=st.integers(1, 9),
-    specialised=st.sampled_from([(), ("threshold",), ("always",)]),
+    specialized=st.sampled_from([(), ("threshold",), ("always",)]),
 )
 @settings(deadline=None, max_examples=80)
 def test_no_number_of_tokens_needs_another_kernel(
-    most: int, changes: list[int], thresholds: list[int], factor: int, specialised: tuple[str, ...]
+    most: int, changes: list[int], thresholds: list[int], factor: int, specialized: tuple[str, ...]
 ) -> None:
     def choice(tokens: int) -> Hashable:
         # returns to what it was
@@ -28,7 +28,7 @@ def test_no_number_of_tokens_needs_another_kernel(
         size = factor * tokens
         kind = 1 if size == 1 else 16 if size % 16 == 0 else 0
         above = sum(tokens > threshold for threshold in thresholds)
-        seen = kind if "always" in specialised or ("threshold" in specialised and above % 2) else None
+        seen = kind if "always" in specialized or ("threshold" in specialized and above % 2) else None
         return frozenset({("tile", choice(tokens)), ("sort", above, seen)})
 
     chosen = representatives(most, choice, kinds)

@@ -472,7 +472,7 @@ def test_batched_buffers_have_the_configured_room() -> None:
 
 
 @pytest.mark.parametrize("key", [kFp8DynamicTensorSym, kFp8StaticTensorSym, kFp8Dynamic128Sym])
-def test_prepare_quantises_into_batches_by_any_key(key: QuantKey) -> None:
+def test_prepare_quantizes_into_batches_by_any_key(key: QuantKey) -> None:
     x, _, weights, ids = inputs(5)
     static_scale = torch.tensor([0.01]) if key.is_static else None
     prepared = BatchedPrepareAndFinalize(BATCHED).prepare(x, TokenRouting(weights, ids), key, static_scale)

@@ -127,7 +127,7 @@ def test_a_selection_unpacks() -> None:
     assert (backend, experts) == ("gpu", GpuToyExperts) == (selection.backend, selection.experts)
 
 
-def test_report_reads_and_serialises() -> None:
+def test_report_reads_and_serializes() -> None:
     report = select(device=SM90).report
     assert "-> gpu [GpuToyExperts]: fits; not tested on hardware" in str(report)
     data = json.loads(json.dumps(report.as_dict()))
@@ -256,10 +256,10 @@ def test_key_reasons_tell_what_is_offered() -> None:
     pair = {"keys": ((kFp8StaticChannelSym, kFp8DynamicTokenSym),)}
     assert reasons(pair, weight_key=kFp8StaticChannelSym, activation_key=kFp8DynamicTokenSym) == []
     (text,) = reasons(pair, weight_key=kFp8StaticChannelSym)
-    assert "activations quantised as nothing (16-bit)" in text
+    assert "activations quantized as nothing (16-bit)" in text
     assert "takes kFp8DynamicTokenSym" in text
     (text,) = reasons(pair)
-    assert "does not read weights quantised as nothing (16-bit)" in text
+    assert "does not read weights quantized as nothing (16-bit)" in text
 
 
 def test_hardware_counts_for_the_keys_that_ran_on_it() -> None:

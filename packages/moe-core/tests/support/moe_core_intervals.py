@@ -8,7 +8,7 @@ centre and a radius, and each step adds to the radius the most that a sound impl
   activations where they enter a product, of the product, the activated value, each expert's result and the output
 - a sum of n float32 terms: n 2^-24 of the sum of their magnitudes
 - a function: its Lipschitz constant times the radius, and 2^-20 of what it is evaluated from
-- a quantiser: its rounding on both sides, and every scale that the radius allows
+- a quantizer: its rounding on both sides, and every scale that the radius allows
 
 Worst cases add up where errors really cancel, so the bound is far looser than the conformance kit's; it assumes nothing
 about their distribution.
@@ -133,7 +133,7 @@ def matrix(weights: MoEWeights, name: str, expert: int, parts: int, cols: int) -
     return (values - subtract) * spread
 
 
-# ------------------------------------------------------------------ quantised activations
+# ------------------------------------------------------------------ quantized activations
 
 
 def nearest(x: Array, key: QuantKey) -> Array:
@@ -148,7 +148,7 @@ def nearest(x: Array, key: QuantKey) -> Array:
 
 
 def divided(x: Array, scale: Array) -> Array:
-    """In float32, as quantisers do."""
+    """In float32, as quantizers do."""
     with np.errstate(over="ignore", under="ignore"):
         return (x.astype(np.float32) / scale.astype(np.float32)).astype(np.float64)
 
@@ -165,8 +165,8 @@ def power_of_two(amax: Array, key: QuantKey) -> Array:
     return np.exp2(exponent - math.floor(math.log2(key.dtype.max_value)))
 
 
-def quantised(x: Ball, key: QuantKey | None, scale: float | None = None, zero: float | None = None) -> Ball:
-    """Rows [R, K] after a quantiser that spans them as the key says."""
+def quantized(x: Ball, key: QuantKey | None, scale: float | None = None, zero: float | None = None) -> Ball:
+    """Rows [R, K] after a quantizer that spans them as the key says."""
     if key is None or not x.value.size:
         return x
     if scale is not None:
@@ -174,7 +174,7 @@ def quantised(x: Ball, key: QuantKey | None, scale: float | None = None, zero: f
     rows, cols = x.value.shape
     width = cols if key.group_shape.col == -1 else key.group_shape.col
     if key.group_shape.row == -1:  # all rows at once
-        flat = quantised(Ball(x.value.reshape(1, -1), x.radius.reshape(1, -1)), key.with_group(1, -1))
+        flat = quantized(Ball(x.value.reshape(1, -1), x.radius.reshape(1, -1)), key.with_group(1, -1))
         return Ball(flat.value.reshape(rows, cols), flat.radius.reshape(rows, cols))
     parts = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
     found = [_group(Ball(x.value[:, part], x.radius[:, part]), key) for part in parts]
@@ -344,16 +344,16 @@ def layer(
         entering = Ball(entering.value * router, np.zeros_like(entering.value)).stored(how)
 
     def of_expert(name: str, given: Ball) -> Ball:
-        """What enters a product: factors of the inputs, then the quantiser."""
+        """What enters a product: factors of the inputs, then the quantizer."""
         factors = getattr(weights, f"{name}_pre_scale")
         if factors is not None:
             own = Ball.exact(np.stack([plain(factors[local]) for _, _, local in pairs]))
             given = given.times(own).stored(how)
         if not static:
-            return quantised(given, key)
+            return quantized(given, key)
         scale, zero = getattr(weights, f"{name}_input_scale"), getattr(weights, f"{name}_input_zero_point")
         rows = [
-            quantised(
+            quantized(
                 Ball(given.value[i : i + 1], given.radius[i : i + 1]),
                 key,
                 float(scale[local]),

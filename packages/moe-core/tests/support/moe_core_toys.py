@@ -41,7 +41,7 @@ PLAIN = Claims(
 
 
 class ToyExperts(FusedMoEExpertsModular):
-    """Unquantised experts, token by token."""
+    """Unquantized experts, token by token."""
 
     claims = PLAIN
     interface_api = (1, 0)
@@ -159,7 +159,7 @@ def toy_oracle(**changes: Any) -> Oracle:
 
 
 def toy_weights(config: FusedMoEConfig, seed: int = 0) -> MoEWeights:
-    """Random unquantised weights of the local experts."""
+    """Random unquantized weights of the local experts."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:

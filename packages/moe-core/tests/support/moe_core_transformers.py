@@ -118,16 +118,16 @@ def omni_model() -> PreTrainedModel:
         },
         code2wav_config={**code, **wave, "num_quantizers": 2},
     )
-    return randomised(Qwen3OmniMoeForConditionalGeneration(config))
+    return randomized(Qwen3OmniMoeForConditionalGeneration(config))
 
 
 def tiny_model(model_type: str, **entries: Any) -> PreTrainedModel:
     """The smallest model of transformers with :func:`tiny_config`, with random parameters and buffers."""
     config = tiny_config(model_type, **entries)
-    return randomised(smallest_class(type(config))(config))
+    return randomized(smallest_class(type(config))(config))
 
 
-def randomised(model: PreTrainedModel) -> PreTrainedModel:
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
     """``model`` with random parameters and buffers; shared experts' are 0."""
     generator = torch.Generator().manual_seed(len(model.config.model_type))
     with torch.no_grad():

@@ -12,7 +12,7 @@ _SLOT = "%0 = ttg.memdesc_index %full_2[%c0_i32] : !ttg.memdesc<4x1xi64, #shared
 _LATER_SLOT = _SLOT.replace("%0 =", "%7 =").replace("%c0_i32", "%turn")
 
 
-def _initialised(name: str) -> str:
+def _initialized(name: str) -> str:
     return f"ttng.init_barrier {name}, 2 : {_MEMORY}"
 
 
@@ -27,14 +27,14 @@ def _passed(*names: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        ((_ALLOCATED, _initialised("%met"), _passed("%tiles", "%N")), ["%met"]),
-        ((_ALLOCATED, _initialised("%met"), _passed("%tiles", "%met", "%N")), []),
-        ((_ALLOCATED, _initialised("%met"), _invalidated("%met")), []),
-        ((_RING, _SLOT, _initialised("%0"), _passed("%full_2")), []),
-        ((_RING, _SLOT, _initialised("%0"), _LATER_SLOT, _invalidated("%7")), []),
+        ((_ALLOCATED, _initialized("%met"), _passed("%tiles", "%N")), ["%met"]),
+        ((_ALLOCATED, _initialized("%met"), _passed("%tiles", "%met", "%N")), []),
+        ((_ALLOCATED, _initialized("%met"), _invalidated("%met")), []),
+        ((_RING, _SLOT, _initialized("%0"), _passed("%full_2")), []),
+        ((_RING, _SLOT, _initialized("%0"), _LATER_SLOT, _invalidated("%7")), []),
         # of another allocation whose name begins alike
-        ((_RING, _SLOT, _initialised("%0"), _passed("%full")), ["%full_2"]),
-        ((_RING, _SLOT, _initialised("%0"), _ALLOCATED, _initialised("%met"), _passed("%full_2")), ["%met"]),
+        ((_RING, _SLOT, _initialized("%0"), _passed("%full")), ["%full_2"]),
+        ((_RING, _SLOT, _initialized("%0"), _ALLOCATED, _initialized("%met"), _passed("%full_2")), ["%met"]),
         ((_RING, _passed("%tiles")), []),
         ((), []),
     ],

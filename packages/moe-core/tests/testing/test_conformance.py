@@ -70,7 +70,7 @@ class AllMethods(MonolithicToyExperts):
 
 
 class AssumesOneMethod(AllMethods):
-    """Softmax and renormalise, whatever the layer's routing is."""
+    """Softmax and renormalize, whatever the layer's routing is."""
 
     def apply(self, output: Tensor, hidden_states: Tensor, *arguments: Any, **named: Any) -> None:
         from moe_core import RoutingConfig
@@ -123,7 +123,7 @@ def test_a_routing_method_that_is_assumed_is_found() -> None:
                 run_case(AssumesOneMethod, case, device="cpu")
             except AssertionError:
                 failed.add(case.config.routing.method)  # type: ignore[union-attr]
-    # with one expert per token, or with all of them, some methods agree; softmax methods that renormalise always do
+    # with one expert per token, or with all of them, some methods agree; softmax methods that renormalize always do
     assert failed >= {RoutingMethodType.Default, RoutingMethodType.Sigmoid, RoutingMethodType.DeepSeekV3}
 
 

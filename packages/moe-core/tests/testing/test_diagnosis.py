@@ -109,7 +109,7 @@ def reads(mistake: str, *keys: Any, **functions: Callable[[Tensor], Any]) -> Toy
 
 
 def asks(mistake: str, keys: tuple[QuantKey, QuantKey | None], other: QuantKey) -> Toy:
-    """Experts that quantise activations by another key."""
+    """Experts that quantize activations by another key."""
     return Toy(mistake, claims(keys), read=lambda weights, config: {"activation_key": other})
 
 
@@ -254,8 +254,8 @@ TOYS = [
         quantized=lambda experts, x, desc: replace(desc, key=kMxfp8Dynamic.with_rounding("down")),
     ),
     asks("the activations' scales span the whole tensor", TOKEN, kFp8DynamicTensorSym),
-    asks("the activations are quantised as kInt8DynamicTokenSym", TOKEN, kInt8DynamicTokenSym),
-    asks("the activations are quantised as kFp8DynamicTokenSym", (kFp8StaticChannelSym, None), kFp8DynamicTokenSym),
+    asks("the activations are quantized as kInt8DynamicTokenSym", TOKEN, kInt8DynamicTokenSym),
+    asks("the activations are quantized as kFp8DynamicTokenSym", (kFp8StaticChannelSym, None), kFp8DynamicTokenSym),
     asks(
         "the activations' scales are rounded 'even'", (kMxfp4Static, kMxfp8Dynamic), kMxfp8Dynamic.with_rounding("even")
     ),
@@ -317,7 +317,7 @@ def test_another_activation_is_named(activation: MoEActivation) -> None:
     ("method", "changed", "mistake"),
     [
         (RoutingMethodType.Renormalize, {"scoring_func": "sigmoid"}, "the routing method is SigmoidRenorm"),
-        (RoutingMethodType.DeepSeekV3, {"renormalize": False}, "the router weights are normalised, or are not"),
+        (RoutingMethodType.DeepSeekV3, {"renormalize": False}, "the router weights are normalized, or are not"),
         (RoutingMethodType.DeepSeekV3, {"has_correction_bias": False}, "the routing's correction bias is left out"),
         (RoutingMethodType.Default, {"routed_scaling_factor": 1.0}, "the routing's scaling factor is left out"),
     ],

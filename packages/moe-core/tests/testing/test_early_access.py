@@ -111,7 +111,7 @@ def test_all_paths_are_followed(lines: tuple[str, ...], expected: list[tuple[str
     assert found(*lines) == expected
 
 
-#: specialised warps: the others begin at $L__BB0_1, where the first ones let them go
+#: specialized warps: the others begin at $L__BB0_1, where the first ones let them go
 FIRST, GATE = "@!%p1 bra $L__BB0_1;", "barrier.sync 1;"
 OTHERS = ("ret;", "$L__BB0_1:", GATE, LOAD, "bra.uni $L__BB0_1;")
 
@@ -130,7 +130,7 @@ OTHERS = ("ret;", "$L__BB0_1:", GATE, LOAD, "bra.uni $L__BB0_1;")
         (("bar.sync 0;", LOAD, "bar.sync 0;", WAIT), [READ]),
     ],
 )
-def test_specialised_warps_are_let_go_by_those_that_waited(
+def test_specialized_warps_are_let_go_by_those_that_waited(
     lines: tuple[str, ...], expected: list[tuple[str, set[int]]]
 ) -> None:
     assert found(*lines) == expected

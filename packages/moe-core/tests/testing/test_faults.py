@@ -467,7 +467,7 @@ MISTAKES: dict[type[FusedMoEExperts], str] = {
     UnreducedWeightsTwice: "the router weight is applied twice",
     BlocksOfTheFusedMatrix: "blocks of rows are counted over gate and up as one matrix",
     ScalesOfTheFirstExpert: "the scales of w13 and w2 are those of expert 0",
-    UnquantizedActivations: "the activations are not quantised",
+    UnquantizedActivations: "the activations are not quantized",
     ActivationScalePerToken: "the activations' scales span the whole row",
 }
 

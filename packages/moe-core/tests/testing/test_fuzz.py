@@ -37,7 +37,7 @@ def sound(folder: Path) -> Layer:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError("no config") from error
     if quantization != CONFIG["quantization_config"] or [type(v) for v in quantization.values()] != [int, bool]:
-        raise CheckpointError("another quantisation")
+        raise CheckpointError("another quantization")
     if not isinstance(top_k, int) or isinstance(top_k, bool):
         raise CheckpointError("no count")
     tensors = stored_tensors((folder / "model.safetensors").read_bytes()) or {}

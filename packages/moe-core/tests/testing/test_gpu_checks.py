@@ -1,4 +1,4 @@
-"""The checks that need a GPU: captured graphs, synchronisation, allocations."""
+"""The checks that need a GPU: captured graphs, synchronization, allocations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class DenseExperts(TorchExperts):
-    """Every expert on every token: no synchronisation, shapes that depend on nothing but the arguments."""
+    """Every expert on every token: no synchronization, shapes that depend on nothing but the arguments."""
 
     claims = Claims(
         devices=(any_device(),),
@@ -60,7 +60,7 @@ class DenseExperts(TorchExperts):
         output.copy_(total)
 
 
-class Synchronising(TorchExperts):
+class Synchronizing(TorchExperts):
     """Reads token counts on the host, and claims to be capturable."""
 
     claims = DenseExperts.claims
@@ -97,10 +97,10 @@ def test_allocations_are_counted() -> None:
         run_case(DenseExperts, case, device="cuda")
 
 
-def test_synchronisation_is_found() -> None:
-    (case,) = cases(Synchronising, "sync")
+def test_synchronization_is_found() -> None:
+    (case,) = cases(Synchronizing, "sync")
     with pytest.raises(AssertionError, match="host"):
-        run_case(Synchronising, case, device="cuda")
+        run_case(Synchronizing, case, device="cuda")
 
 
 def test_a_graph_that_keeps_its_first_input_is_found() -> None:

@@ -169,7 +169,7 @@ class InputFactorsOfTheFirstExpert(TorchExperts):
         return super().convert(replace(weights, w13_pre_scale=factors[:1].expand_as(factors).contiguous()))
 
 
-class InputFactorsAfterTheQuantiser(TorchExperts):
+class InputFactorsAfterTheQuantizer(TorchExperts):
     claims = claims((PRE_SCALED, kFp8DynamicTokenSym))
 
     def _quantized_rows(self, x: Tensor, desc: FusedMoEQuantDesc, expert: int) -> Tensor:
@@ -251,7 +251,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (IgnoresInputFactors, OUTSIDE),
     (IgnoresSecondInputFactors, OUTSIDE),
     (InputFactorsOfTheFirstExpert, OUTSIDE),
-    (InputFactorsAfterTheQuantiser, NORM),
+    (InputFactorsAfterTheQuantizer, NORM),
     (SwapsCodes, OUTSIDE),
     (ReadsCodesAsSigned, OUTSIDE),
     (LosesTheLowestCode, NORM),

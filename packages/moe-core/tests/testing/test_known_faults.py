@@ -103,7 +103,7 @@ FAULTS: dict[str, type[FusedMoEExperts]] = {
     "test_layers_without_a_gate_in_sizes_that_need_padding": TakesHalves,
     "test_experts_of_this_rank_keep_what_is_theirs": GlobalNumbers,
     "test_adapters_that_are_claimed_are_applied": IgnoresAdapters,
-    "test_activations_are_quantised_where_asked": SixteenBitActivations,
+    "test_activations_are_quantized_where_asked": SixteenBitActivations,
     "test_reloading_gives_the_new_layer_in_place": KeepsTheFirst,
 }
 

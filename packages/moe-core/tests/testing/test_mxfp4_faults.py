@@ -146,7 +146,7 @@ class ScalesInTurns(OtherWeights):
         return {"w13_scale": in_turns(weights.w13_scale)}
 
 
-class Unquantised(TorchExperts):
+class Unquantized(TorchExperts):
     """16-bit activations where MXFP8 ones were asked for."""
 
     claims = replace(CLAIMS, keys=((kMxfp4Static, kMxfp8Dynamic),))
@@ -155,11 +155,11 @@ class Unquantised(TorchExperts):
         return x.to(self.config.dtype).float()
 
 
-class UnquantisedMxfp4(Unquantised):
+class UnquantizedMxfp4(Unquantized):
     claims = replace(CLAIMS, keys=((kMxfp4Static, kMxfp4Dynamic),))
 
 
-class QuantisesToMxfp8(TorchExperts):
+class QuantizesToMxfp8(TorchExperts):
     """MXFP8 activations where MXFP4 ones were asked for."""
 
     claims = replace(CLAIMS, keys=((kMxfp4Static, kMxfp4Dynamic),))
@@ -168,7 +168,7 @@ class QuantisesToMxfp8(TorchExperts):
         return super().quantized(x, replace(desc, key=kMxfp8Dynamic), scale)
 
 
-class QuantisesTheFirstInputOnly(TorchExperts):
+class QuantizesTheFirstInputOnly(TorchExperts):
     claims = replace(CLAIMS, keys=((kMxfp4Static, kMxfp8Dynamic),))
 
     def quantized(self, x: Tensor, desc: FusedMoEQuantDesc, scale: Tensor | None = None) -> Tensor:
@@ -203,10 +203,10 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (HalvesTakenForTurns, OUTSIDE),
     (BiasInTurns, OUTSIDE),
     (ScalesInTurns, OUTSIDE),
-    (Unquantised, NORM),
-    (UnquantisedMxfp4, NORM),
-    (QuantisesToMxfp8, NORM),
-    (QuantisesTheFirstInputOnly, NORM),
+    (Unquantized, NORM),
+    (UnquantizedMxfp4, NORM),
+    (QuantizesToMxfp8, NORM),
+    (QuantizesTheFirstInputOnly, NORM),
     (FixedLimit, OUTSIDE),
 ]
 #: what the kit calls the fault; nothing where it is none of the usual mistakes
@@ -220,9 +220,9 @@ MISTAKES: dict[type[FusedMoEExperts], str] = {
     HalvesTakenForTurns: "gate and up rows of w13 are taken to be in turns",
     BiasInTurns: "the biases of gate and up are taken to be in turns",
     ScalesInTurns: "the scales of gate and up are taken to be in turns",
-    Unquantised: "the activations are not quantised",
-    UnquantisedMxfp4: "the activations are not quantised",
-    QuantisesToMxfp8: "the activations are quantised as kMxfp8Dynamic",
+    Unquantized: "the activations are not quantized",
+    UnquantizedMxfp4: "the activations are not quantized",
+    QuantizesToMxfp8: "the activations are quantized as kMxfp8Dynamic",
     FixedLimit: "the activation's parameters are ignored",
 }
 

@@ -67,7 +67,7 @@ class Sound(TorchExperts):
 
 
 class OneScaleForGateAndUp(TorchExperts):
-    """Takes the larger scale for both, as if the weights had been quantised with it."""
+    """Takes the larger scale for both, as if the weights had been quantized with it."""
 
     claims = claims(STATIC_TENSOR)
 
@@ -88,8 +88,8 @@ def merged(weights: MoEWeights) -> MoEWeights:
     return replace(weights, w13=rounded, w13_scale=largest.expand_as(scale).contiguous())
 
 
-class Requantises(TorchExperts):
-    """Merges the scales of gate and up by quantising once more, and does not say so."""
+class Requantizes(TorchExperts):
+    """Merges the scales of gate and up by quantizing once more, and does not say so."""
 
     claims = claims((kFp8StaticTensorSym, None))
 
@@ -97,12 +97,12 @@ class Requantises(TorchExperts):
         return super().convert(merged(weights))
 
 
-class SaysThatItRequantises(Requantises):
+class SaysThatItRequantizes(Requantizes):
     def requantized(self, weights: MoEWeights) -> MoEWeights:
         return merged(weights)
 
 
-class RequantisesFurtherOff(TorchExperts):
+class RequantizesFurtherOff(TorchExperts):
     """Says that it computes with weights that no rounding explains."""
 
     claims = claims(STATIC_TENSOR)
@@ -137,7 +137,7 @@ class MovesHiddenStates(TorchExperts):
         return x * 1.001
 
 
-class RequantisesToWeightOnly(TorchExperts):
+class RequantizesToWeightOnly(TorchExperts):
     """Says that it leaves activations as they are."""
 
     claims = claims(TOKEN)
@@ -178,7 +178,7 @@ class SaysThatInputScalesAreShared(LargestSecondInputScale):
 
 
 class TensorScalePerExpert(TorchExperts):
-    """Quantises each expert's hidden values by themselves where one scale spans all."""
+    """Quantizes each expert's hidden values by themselves where one scale spans all."""
 
     claims = claims(DYNAMIC_TENSOR)
 
@@ -341,7 +341,7 @@ class FlushesSubnormalCodes(TorchExperts):
         return torch.where(raw & 0x78 != 0, raw, 0).view(codes.dtype)
 
 
-class NoLimitBeforeTheQuantiser(TorchExperts):
+class NoLimitBeforeTheQuantizer(TorchExperts):
     claims = claims(TOKEN, activations=frozenset({MoEActivation.SWIGLUOAI}))
 
     def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
@@ -464,11 +464,11 @@ OUTSIDE, NORM = "outside their bounds", "the error's norm"
 #: the fault, and what at least one failing case must say
 FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (OneScaleForGateAndUp, OUTSIDE),
-    (Requantises, NORM),
-    (RequantisesFurtherOff, "requantized w2 of expert 0 is further off than one rounding explains"),
+    (Requantizes, NORM),
+    (RequantizesFurtherOff, "requantized w2 of expert 0 is further off than one rounding explains"),
     (MovesBiases, "requantized w2_bias is further off than rounding to torch."),
     (MovesHiddenStates, "break_ties moves hidden states by more than 2**-20 of themselves"),
-    (RequantisesToWeightOnly, "requantized activations are None, asked for was kFp8DynamicTokenSym"),
+    (RequantizesToWeightOnly, "requantized activations are None, asked for was kFp8DynamicTokenSym"),
     (InputScaleOfTheFirstExpert, NORM),
     (LargestSecondInputScale, NORM),
     (TensorScalePerExpert, NORM),
@@ -484,7 +484,7 @@ FAULTS: list[tuple[type[FusedMoEExperts], str]] = [
     (MxScaleRoundedDown, NORM),
     (LargestExponentIsInfinite, OUTSIDE),
     (FlushesSubnormalCodes, OUTSIDE),
-    (NoLimitBeforeTheQuantiser, OUTSIDE),
+    (NoLimitBeforeTheQuantizer, OUTSIDE),
     (GatesWhatHasNoGate, OUTSIDE),
     (IgnoresTheGate, OUTSIDE),
     (BiasBeforeTheScale, OUTSIDE),
@@ -512,18 +512,18 @@ MISTAKES: dict[type[FusedMoEExperts], str] = {
     MxScaleOfTheNextRow: "the scales of w2 are those of another row",
     LargestExponentIsInfinite: "the e8m0 scales 2**-127 or 2**127 of groups of zeros are misread",
     FlushesSubnormalCodes: "subnormal codes of w13 and w2 are read as zero",
-    NoLimitBeforeTheQuantiser: "the clamp limit of the activation is ignored",
+    NoLimitBeforeTheQuantizer: "the clamp limit of the activation is ignored",
     BiasBeforeTheScale: "the biases of w2 are multiplied by the scales",
-    UnquantizedActivations: "the activations are not quantised",
-    UnquantizedTokens: "the activations are not quantised",
-    UnquantizedStatic: "the activations are not quantised",
+    UnquantizedActivations: "the activations are not quantized",
+    UnquantizedTokens: "the activations are not quantized",
+    UnquantizedStatic: "the activations are not quantized",
     TokenScaleAsTensorScale: "the activations' scales span the whole tensor",
-    UnquantizedMx: "the activations are not quantised",
-    QuantizesForWeightOnly: "the activations are quantised as kFp8Dynamic128Sym",
+    UnquantizedMx: "the activations are not quantized",
+    QuantizesForWeightOnly: "the activations are quantized as kFp8Dynamic128Sym",
 }
 
 
-@pytest.mark.parametrize("experts", [Sound, SaysThatItRequantises, SaysThatInputScalesAreShared])
+@pytest.mark.parametrize("experts", [Sound, SaysThatItRequantizes, SaysThatInputScalesAreShared])
 def test_sound_experts_pass(experts: type[FusedMoEExperts]) -> None:
     assert not failures(experts)
 

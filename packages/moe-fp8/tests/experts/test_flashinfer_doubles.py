@@ -78,7 +78,7 @@ def repeated(scale, rows, columns):
 
 
 def in_groups(x):
-    """Quantised as the library does it: multiplied by 448 / amax, and by that one's reciprocal."""
+    """Quantized as the library does it: multiplied by 448 / amax, and by that one's reciprocal."""
     groups = x.unflatten(1, (-1, 128))
     amax = groups.abs().amax(dim=2, keepdim=True)
     scale = torch.where(amax > 0, 448.0 / amax, 1.0)
@@ -252,7 +252,7 @@ def test_ranks_add_up_to_the_whole_layer_and_other_maps_are_no_silent_error(expe
     routing = RoutingConfig.from_method(RoutingMethodType.Renormalize)
     config = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, routing=routing)
     whole = make_weights(config, weight_key, activation_key, seed=0)
-    if whole.w13_input_scale is not None:  # else each rank quantises x under the largest of its own
+    if whole.w13_input_scale is not None:  # else each rank quantizes x under the largest of its own
         whole = replace(whole, w13_input_scale=torch.full((8,), 0.02))
     check_ranks(doubled(experts, TRTLLM), config, whole)
 

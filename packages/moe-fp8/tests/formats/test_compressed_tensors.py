@@ -141,12 +141,12 @@ def test_projections_of_different_groups(tmp_path: Path) -> None:
         "static float8 by tensor",
         f"{PREFIX}.0.gate_proj",
         "static float8 by channel",
-        "must be quantised alike",
+        "must be quantized alike",
     )
 
 
 def test_ignore_lists_are_not_believed(tmp_path: Path) -> None:
-    """The experts are quantised, whatever the list says, also where its names have NUL bytes."""
+    """The experts are quantized, whatever the list says, also where its names have NUL bytes."""
     quantization = {**config(CHANNEL, TOKEN), "ignore": ["re:.*experts.*", "lm_head.\0model", f"{PREFIX}.0.up_proj"]}
     found = source(tmp_path, Experts(PER_CHANNEL).tensors(), quantization)
     check(found, Experts(PER_CHANNEL), kFp8StaticChannelSym, kFp8DynamicTokenSym)
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bits": (config({**CHANNEL, "num_bits": 6}), "group_0 has float6 weights, expected float8"),
     "int weights": (config({**CHANNEL, "type": "int"}), "group_0 has int8 weights, expected float8"),
     "no groups": ({"quant_method": "compressed-tensors"}, "config_groups is None, expected an object with groups"),
-    "no weights": (config(None), "no group of config_groups says how weights are quantised"),
+    "no weights": (config(None), "no group of config_groups says how weights are quantized"),
     "a block of one": (config(args("block", block_structure=[128])), "block_structure is [128], expected [rows, col"),
     "bits as text": (config({**CHANNEL, "num_bits": "8"}), "weights: num_bits is '8', expected an integer"),
 }

@@ -352,14 +352,14 @@ def test_experts_that_differ(tmp_path: Path, group: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_experts_that_are_not_quantised(tmp_path: Path, group: tuple[int, int]) -> None:
+def test_experts_that_are_not_quantized(tmp_path: Path, group: tuple[int, int]) -> None:
     tensors, quantization = stored(group)
     plain = {n: t.to(torch.bfloat16) for n, t in tensors.items() if n.endswith(".weight")}
-    refused(tmp_path / "a", plain, quantization, f"{PREFIX} is not quantised: its weights are BF16 without scales")
+    refused(tmp_path / "a", plain, quantization, f"{PREFIX} is not quantized: its weights are BF16 without scales")
     some = {n: t.to(torch.bfloat16) if "down_proj.weight" in n else t for n, t in tensors.items()}
     some = {n: t for n, t in some.items() if "down_proj.weight_scale" not in n}
     message = f"{PREFIX}.0.down_proj.weight has dtype bfloat16, expected float8_e4m3fn as {PREFIX}.0.gate_proj.weight"
-    refused(tmp_path / "b", some, quantization, message, "quantised alike")
+    refused(tmp_path / "b", some, quantization, message, "quantized alike")
 
 
 @pytest.mark.parametrize(
@@ -370,9 +370,9 @@ def test_experts_that_are_not_quantised(tmp_path: Path, group: tuple[int, int]) 
     ],
     ids=lambda q: q["quant_method"],
 )
-def test_configs_that_quantise_nothing(tmp_path: Path, quantization: dict[str, Any]) -> None:
+def test_configs_that_quantize_nothing(tmp_path: Path, quantization: dict[str, Any]) -> None:
     plain = {n: t.to(torch.bfloat16) for n, t in Experts(PER_CHANNEL).tensors().items() if n.endswith(".weight")}
-    refused(tmp_path, plain, quantization, f"{PREFIX} is not quantised: its weights are BF16 without scales")
+    refused(tmp_path, plain, quantization, f"{PREFIX} is not quantized: its weights are BF16 without scales")
 
 
 def test_tensors_that_no_fp8_format_has(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             **MIXED,
             "quantized_layers": {PREFIX: {"quant_algo": "FP8"}, f"{PREFIX}.0.up_proj": {"quant_algo": "NVFP4"}},
         },
-        f"the experts of {PREFIX} are quantised by FP8 and by NVFP4",
+        f"the experts of {PREFIX} are quantized by FP8 and by NVFP4",
     ),
 }
 

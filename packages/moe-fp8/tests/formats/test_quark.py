@@ -124,14 +124,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "projections": (
         config(spec("per_tensor"), layer_quant_config={"*down_proj": {"weight": spec("per_channel")}}),
-        f"the experts of {PREFIX} are quantised differently",
+        f"the experts of {PREFIX} are quantized differently",
     ),
     "outputs": (
         {
             "quant_method": "quark",
             "global_quant_config": {"weight": spec("per_tensor"), "output_tensors": spec("per_tensor")},
         },
-        "output_tensors are quantised, expected null",
+        "output_tensors are quantized, expected null",
     ),
 }
 

@@ -1,8 +1,8 @@
-"""The whole layer, block FP8, against float64 over the same quantised values.
+"""The whole layer, block FP8, against float64 over the same quantized values.
 
 Tolerance (relative, Frobenius).  Hopper's tensor cores truncate e4m3 products to about 2^-13 of the largest of a sum,
 which is about 2^-10 of the sum of 128 random ones.  An intermediate value that is off by d = 2^-10 comes out of the
-quantisation one step s further with probability d / s, so that the root mean square of that error is sqrt(d s), with
+quantization one step s further with probability d / s, so that the root mean square of that error is sqrt(d s), with
 steps of e4m3 between 2^-4 and 2^-3 of the value: 2^-6.5 to 2^-7, of gate and up together sqrt(2) more.  The two
 roundings to 16 bits, 2^-9 each, disappear beside that.
 """
@@ -274,8 +274,8 @@ def test_no_tokens(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [300, 1500])
 @pytest.mark.parametrize("name", ["silu", "swigluoai"])
-def test_specialised(rows, name, device):
-    config = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
+def test_specialized(rows, name, device):
+    config = TileConfig(128, 128, 4, 4, 8, warp_specialized=True)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
     for pdl in (False, True):
@@ -289,7 +289,7 @@ OTHER_BLOCKS = pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)]
 
 @pytest.mark.gpu
 @OTHER_BLOCKS
-def test_specialised_for_other_blocks(block, device):
+def test_specialized_for_other_blocks(block, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
     plan = plan_for(300, 2, 3, 464, 336, group_size=block[1])
@@ -301,20 +301,20 @@ def test_specialised_for_other_blocks(block, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (64, 128)], ids="{0[0]}x{0[1]}".format)
-def test_zeros_have_any_scale_specialised(block, device):
+def test_zeros_have_any_scale_specialized(block, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, block[1], 4, 4, 8, warp_specialised=True)
+    config = TileConfig(128, block[1], 4, 4, 8, warp_specialized=True)
     layer = with_zeros_of_the_largest_scale(Layer(300, 256, 256, 3, 2, block=block, seed=10))
     layer.check(device, TilePlan(config, config, pdl=True))
 
 
 @OTHER_BLOCKS
-def test_many_rows_without_the_specialised_kernel(block, device):
+def test_many_rows_without_the_specialized_kernel(block, device):
     """Rows of no whole 16 bytes: tiles of 128 rows, or of 64 where scales differ among the columns of a tile."""
     plan = plan_for(300, 2, 3, 72, 136, group_size=block[1])
     assert plan.block_m == 128
-    assert plan.gemm1.warp_specialised
+    assert plan.gemm1.warp_specialized
     Layer(70, 72, 136, 3, 2, block=block, seed=5).check(device, plan)
 
 
@@ -350,5 +350,5 @@ def test_rule_keeps_its_promises(shape, tokens, capability):
         limit = 227 * 1024 if capability in (90, 100) else 99 * 1024
         # two-stage loops of the older tensor cores keep one buffer in registers
         buffers = config.num_stages if capability >= 90 else config.num_stages - 1
-        assert config.warp_specialised or stage * buffers <= limit
+        assert config.warp_specialized or stage * buffers <= limit
     assert capability >= 90 or not plan.pdl

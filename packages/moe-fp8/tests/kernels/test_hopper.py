@@ -1,4 +1,4 @@
-"""The warp-specialised kernel's products, by themselves, against float64 over the same e4m3 values.
+"""The warp-specialized kernel's products, by themselves, against float64 over the same e4m3 values.
 
 Tolerances (relative, Frobenius).  A sum in the tensor cores loses up to 2^-13 of its size in every step of 32 columns
 (seen: 1.3e-3 after 128 steps, 2.9e-3 after 448), which is less than 2^-10 for the lengths here; rounding to 16 bits
@@ -14,7 +14,7 @@ import torch
 from moe_core.kernels.gemm.fused.call import Call
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.kernels.gemm.sm90.launch import TILE
-from moe_core.kernels.gemm.tiles.launch import GemmWeight, WarpSpecialisedGemm
+from moe_core.kernels.gemm.tiles.launch import GemmWeight, WarpSpecializedGemm
 from moe_core.kernels.ops.batch import Batch
 from moe_core_managed import managed_copy
 from moe_fp8_products import CONFIG, COUNTS, SHORT, Product, no_tiles
@@ -68,7 +68,7 @@ def test_batched_rows(hopper):
 @pytest.mark.parametrize("scales", ["blocks", "rows"])
 @pytest.mark.parametrize("name", ["silu", "relu2_no_mul", None])
 def test_short_tiles_change_no_bit(name, scales, capacity, hopper):
-    # an odd number of column blocks: the last of a short tile has no neighbour
+    # an odd number of column blocks: the last of a short tile has no neighbor
     for columns in (640, 128):
         found = []
         for config in (CONFIG, SHORT):
@@ -118,12 +118,12 @@ def test_largest_magnitude(hopper):
 
 
 def test_fits():
-    special = WarpSpecialisedGemm(torch.empty(0), lambda: None, ())
+    special = WarpSpecializedGemm(torch.empty(0), lambda: None, ())
     weights = torch.empty(2, 16, 32, device="meta")
-    weight = GemmWeight((weights,), 1, 1, no_tiles, warp_specialised=special)
+    weight = GemmWeight((weights,), 1, 1, no_tiles, warp_specialized=special)
     call = Call(weight, weight, torch.empty(0), Batch(torch.empty(0), 1), TilePlan(CONFIG, CONFIG), {}, None)
-    assert call.warp_specialises(CONFIG, weight)
-    assert not call.warp_specialises(CONFIG, replace(weight, arguments=(weights[:, 1:],)))
-    assert not call.warp_specialises(TileConfig(128, 128, 4, 4), weight)
+    assert call.warp_specializes(CONFIG, weight)
+    assert not call.warp_specializes(CONFIG, replace(weight, arguments=(weights[:, 1:],)))
+    assert not call.warp_specializes(TileConfig(128, 128, 4, 4), weight)
     tiles = replace(CONFIG, block_m=64)
-    assert not replace(call, plan=TilePlan(tiles, tiles)).warp_specialises(CONFIG, weight)
+    assert not replace(call, plan=TilePlan(tiles, tiles)).warp_specializes(CONFIG, weight)

@@ -1,4 +1,4 @@
-"""Rows of one column, whose quantised rows are padded with zeros."""
+"""Rows of one column, whose quantized rows are padded with zeros."""
 
 from __future__ import annotations
 

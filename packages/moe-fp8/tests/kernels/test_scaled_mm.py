@@ -1,6 +1,6 @@
 """The whole layer with scales per channel, tensor and token, for launch plans that the rule may choose.
 
-Against float64 over the same quantised weights.  The tolerance is that of `test_block_moe`; for the rounding of the
+Against float64 over the same quantized weights.  The tolerance is that of `test_block_moe`; for the rounding of the
 intermediate to bfloat16, 2^-9 at most, sqrt(2^-9 * 2^-3) = 2^-6 is added where the layer is not float32.
 """
 
@@ -99,7 +99,7 @@ def test_one_scale_of_all_with_a_sort_of_two_launches(plan, device, monkeypatch)
 @pytest.mark.diagonal(2)
 @pytest.mark.parametrize("plan", [PLANS["few"], PLANS["split"]], ids=["few", "split"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch):
+def test_nothing_is_quantized_while_it_is_loaded(kind, plan, device, monkeypatch):
     monkeypatch.setattr(scaled_mm_experts, "quantizes_while_loading", lambda capability: False)
     assert error(kind, kFp8StaticChannelSym, plan, device, routing="invalid") < TOLERANCE
 
@@ -108,10 +108,10 @@ def test_nothing_is_quantised_while_it_is_loaded(kind, plan, device, monkeypatch
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_specialised(kind, batched, gated, device):
+def test_specialized(kind, batched, gated, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
+    config = TileConfig(128, 128, 4, 4, 8, warp_specialized=True)
     layer = {
         "hidden_size": 528,
         "intermediate_size": 400,

@@ -1,4 +1,4 @@
-"""One product of the warp-specialised kernel, and what float64 makes of the same e4m3 values."""
+"""One product of the warp-specialized kernel, and what float64 makes of the same e4m3 values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_core.kernels.gemm.tiles.launch import (
     OperandA,
     Result,
     Routing,
-    WarpSpecialisedGemm,
+    WarpSpecializedGemm,
     constant,
 )
 from moe_core.kernels.gemm.tiles.scaled_mm import quantize_group, quantize_static
@@ -28,7 +28,7 @@ from moe_core.spec.activation import MoEActivation, apply_moe_activation
 E4M3 = torch.float8_e4m3fn
 #: rows per expert: none, a tail of one row, half tiles, more than two tiles
 COUNTS = (129, 0, 300, 64, 200)
-CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
+CONFIG = TileConfig(128, 128, 4, 4, 8, warp_specialized=True)
 SHORT = replace(CONFIG, short_tiles=True)
 
 
@@ -151,14 +151,14 @@ class Product:
         if self.scales == "blocks":
             k_loop = hopper_blockwise.prefetch, hopper_blockwise.scaled_mm_blockwise
         bias = None if self.bias is None else self.bias.to(self.device)
-        special = WarpSpecialisedGemm(on["w"], lambda: k_loop, arguments[1], self.block[1])
+        special = WarpSpecializedGemm(on["w"], lambda: k_loop, arguments[1], self.block[1])
         kind = self.activation
         params = None if kind is None else kind.resolve_params(None)
         activation = None
         if kind is not None and params is not None:
             activation = Activation(kind.value, params.alpha or 1.0, params.beta or 0.0, params.limit)
-        weight = GemmWeight((), self.columns, self.w.shape[2], no_tiles, bias=bias, warp_specialised=special)
-        a = OperandA((on["a"],), "position", warp_specialised=arguments[0])
+        weight = GemmWeight((), self.columns, self.w.shape[2], no_tiles, bias=bias, warp_specialized=special)
+        a = OperandA((on["a"],), "position", warp_specialized=arguments[0])
         hopper_launch.hopper_gemm(Gemm(config, weight, a, self.result, self.order, self.routing, activation))
 
     def exact(self, expert):

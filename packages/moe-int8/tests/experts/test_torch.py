@@ -35,11 +35,11 @@ def kernel(weight_key: QuantKey, activation_key: QuantKey | None) -> FusedMoEKer
 
 @pytest.mark.parametrize("activation_key", [kInt8DynamicTokenSym, kInt8DynamicTokenAsym], ids=str)
 @pytest.mark.parametrize("weight_key", [kInt8StaticChannelSym, kInt4W4A8StaticGroup64Sym], ids=str)
-def test_no_weight_is_dequantised(
+def test_no_weight_is_dequantized(
     weight_key: QuantKey, activation_key: QuantKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("a weight was dequantised")
+        raise AssertionError("a weight was dequantized")
 
     monkeypatch.setattr(torch_experts, "dequantize_weight", refuse)
     monkeypatch.setattr(torch_experts.TorchExperts, "product", refuse)

@@ -307,7 +307,7 @@ def test_tensors_that_are_not_of_this_format(tmp_path: Path) -> None:
         ),
         "one projection left alone": (
             {n: t.bfloat16() if n.endswith("gate_proj.weight") else t for n, t in base.items()},
-            "all matrices of a layer's experts must be quantised alike",
+            "all matrices of a layer's experts must be quantized alike",
         ),
         "no scale": (
             {n: t for n, t in base.items() if not n.endswith("gate_proj.weight_scale")},

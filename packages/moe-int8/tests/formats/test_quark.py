@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic weights": (config({**CHANNEL, "is_dynamic": True}), "is dynamic, expected symmetric and static"),
     "groups": (config({**INT8, "qscheme": "per_group"}), "qscheme is 'per_group', expected 'per_channel' or"),
     "input channels": (config({**CHANNEL, "ch_axis": 1}), "ch_axis is 1, expected 0 (output channels)"),
-    "outputs": (config(CHANNEL, TOKEN, output_tensors=STATIC), "output_tensors are quantised, expected null"),
+    "outputs": (config(CHANNEL, TOKEN, output_tensors=STATIC), "output_tensors are quantized, expected null"),
     "float inputs": (config(CHANNEL, {**TOKEN, "dtype": "fp8_e4m3"}), "dtype is 'fp8_e4m3', expected 'int8'"),
     "static tokens": (config(CHANNEL, {**TOKEN, "is_dynamic": False}), "static activations have qscheme 'per_channel'"),
     "asymmetric dynamic tensors": (

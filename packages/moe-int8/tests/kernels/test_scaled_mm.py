@@ -1,6 +1,6 @@
-"""int8 rows: sums are exact, codes those of the reference quantiser, and whole layers right for plans of every kind.
+"""int8 rows: sums are exact, codes those of the reference quantizer, and whole layers right for plans of every kind.
 
-Layers against float64 over the same quantised weights.  A difference d before the intermediate is quantised becomes an
+Layers against float64 over the same quantized weights.  A difference d before the intermediate is quantized becomes an
 error of about sqrt(d * step) behind it: d is at most 2^-8 where it is stored in bfloat16, a step 2^-7 of the row's
 largest value: 2^-7 each for x and for h, and 2^-8 for the output.  Where all rows share a scale, the largest value is
 that of hundreds of rows, up to twice a row's own: steps are as much wider.
@@ -122,7 +122,7 @@ def test_sums_are_those_of_float64(split, swap, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero-points"])
-def test_sums_of_the_specialised_kernel(zero_points, device):
+def test_sums_of_the_specialized_kernel(zero_points, device):
     """Unit scales: the float32 result is the exact sum, rounded once."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
@@ -158,8 +158,8 @@ def test_sums_of_the_specialised_kernel(zero_points, device):
     functions = scaled_mm.INT8_ZERO if zero_points else scaled_mm.INT8
     weight_scale = torch.ones(experts, count, 1, device=device)
     weight = functions.weight(w.to(device), weight_scale, None, count, depth, extra=sums)
-    config = TileConfig(128, 128, 8, 3, 8, warp_specialised=True)
-    a = OperandA((x.to(device),), "position", warp_specialised=(a_scale, 1, None))
+    config = TileConfig(128, 128, 8, 3, 8, warp_specialized=True)
+    a = OperandA((x.to(device),), "position", warp_specialized=(a_scale, 1, None))
     hopper_gemm(Gemm(config, weight, a, Result.of(out), order, Routing(ids, None, experts)))
     assert torch.equal(out.cpu(), exact.float())
 
@@ -249,7 +249,7 @@ def test_everything_at_once(kind, plan, device):
 @pytest.mark.parametrize("plan", [plan_of(16, swap=True, splits=(2, 1)), PLANS["many"]], ids=["split", "many"])
 @pytest.mark.parametrize("kind", ["token", "tensor"])
 def test_rows_whose_memory_gemm2_is_given(kind, plan, device):
-    """More than 128 pairs for each expert: h before it is quantised lies where gemm2 writes."""
+    """More than 128 pairs for each expert: h before it is quantized lies where gemm2 writes."""
     assert error(kind, plan, device, tokens=65, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
     assert error(kind, plan, device, tokens=129, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
 
@@ -291,10 +291,10 @@ def test_a_single_pair_keeps_its_nan(device):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("kind", KEYS)
-def test_specialised(kind, batched, gated, device):
+def test_specialized(kind, batched, gated, device):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's own")
-    config = TileConfig(128, 128, 4, 4, 8, warp_specialised=True)
+    config = TileConfig(128, 128, 4, 4, 8, warp_specialized=True)
     layer = {
         "hidden_size": 528,
         "intermediate_size": 400,

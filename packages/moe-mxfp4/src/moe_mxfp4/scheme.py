@@ -50,7 +50,7 @@ def _reason_against(config: FusedMoEConfig, weight_key: QuantKey | None, activat
     return None
 
 
-_DOC = """``activation_key``: ``kMxfp8Dynamic``, ``kFp8DynamicTokenSym``, ... ask for quantised activations, None for
+_DOC = """``activation_key``: ``kMxfp8Dynamic``, ``kFp8DynamicTokenSym``, ... ask for quantized activations, None for
     16-bit ones; neither is ever replaced.  ``"auto"`` asks for nothing: activations stay in 16 bits, unless
     ``moe_backend`` names a backend that cannot run so on the device but can with others; ``.activation_key`` then says
     which."""

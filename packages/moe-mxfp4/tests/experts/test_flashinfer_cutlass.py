@@ -329,4 +329,4 @@ def test_each_class_is_of_one_architecture():
     assert reasons(bf16, None, "sm90") == reasons(mxfp8, kMxfp8Dynamic, "sm100") == ""
     assert "needs sm90" in reasons(bf16, None, "sm100")
     assert "needs sm100 to sm109" in reasons(mxfp8, kMxfp8Dynamic, "sm90")
-    assert "does not take activations quantised as nothing (16-bit)" in reasons(mxfp8, None, "sm100")
+    assert "does not take activations quantized as nothing (16-bit)" in reasons(mxfp8, None, "sm100")

@@ -285,7 +285,7 @@ def reasons(config=LAYER, activation_key=None, device=BLACKWELL, experts=TrtLlmM
 
 def test_only_what_the_kernel_reads_is_taken():
     assert reasons() == reasons(activation_key=kMxfp8Dynamic) == reasons(OAI) == ""
-    assert "does not take activations quantised as kFp8DynamicTokenSym" in reasons(activation_key=kFp8DynamicTokenSym)
+    assert "does not take activations quantized as kFp8DynamicTokenSym" in reasons(activation_key=kFp8DynamicTokenSym)
     assert "needs sm100 to sm109" in reasons(device=DeviceInfo.parse("sm90"))
     assert "needs sm100 to sm109" in reasons(device=DeviceInfo.parse("sm120"))
     assert "multiple of 32, got 80" in reasons(replace(LAYER, intermediate_size=80))

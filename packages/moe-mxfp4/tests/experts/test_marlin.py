@@ -50,8 +50,8 @@ class TestMarlinMxfp4Qdq(ConformanceTests):
     ],
     ids=str,
 )
-def test_many_rows_of_quantised_activations(key, layout, kernel):
-    """Rows that depend on their expert leave h by pair, which the warp-specialised kernel does not, nor is asked for.
+def test_many_rows_of_quantized_activations(key, layout, kernel):
+    """Rows that depend on their expert leave h by pair, which the warp-specialized kernel does not, nor is asked for.
 
     Batched rows have one order.
     """
@@ -61,7 +61,7 @@ def test_many_rows_of_quantised_activations(key, layout, kernel):
     with record() as launches:
         call_on_meta(experts, 400)
     assert [one.name for one in launches].count(kernel) == 2
-    assert experts.plan(400).gemm1.warp_specialised is (kernel == "words_kernel")
+    assert experts.plan(400).gemm1.warp_specialized is (kernel == "words_kernel")
 
 
 @pytest.mark.parametrize(("key", "by_vectors"), [(kMxfp4Dynamic, False), (kFp8DynamicTokenSym, True)], ids=str)
@@ -78,7 +78,7 @@ def test_router_weights_on_the_input_come_before_its_scales(key, by_vectors, dev
 
 @pytest.mark.parametrize(("device", "kernel"), [("sm90", "words_kernel"), ("sm80", "grouped_gemm_kernel")])
 def test_many_rows(device, kernel):
-    """With 25 rows per expert and more sm90 dequantises words beside the tensor cores."""
+    """With 25 rows per expert and more sm90 dequantizes words beside the tensor cores."""
     config = FusedMoEConfig(8, 2, 1024, 544, dtype=torch.bfloat16)
     target = DeviceInfo.parse(device)
     experts = MarlinMxfp4Experts(config, weight_key=kMxfp4Static, activation_key=None, device=target)

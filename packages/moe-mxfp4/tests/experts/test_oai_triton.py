@@ -256,7 +256,7 @@ def test_only_what_the_library_computes_is_taken():
 
     assert reasons() == ""
     assert "hidden states in float16, takes bfloat16" in reasons(replace(LAYER, dtype=torch.float16))
-    assert "does not take activations quantised as kMxfp8Dynamic" in reasons(activation_key=kMxfp8Dynamic)
+    assert "does not take activations quantized as kMxfp8Dynamic" in reasons(activation_key=kMxfp8Dynamic)
     assert "multiple of 64, got 96" in reasons(replace(LAYER, hidden_size=96))
     assert "needs sm90" in reasons(device="sm100")
     assert "needs triton_kernels, which is not installed" in reasons(environment=Environment({"triton": "3.6.0"}))

@@ -86,7 +86,7 @@ def test_deepseek_v4_as_nvfp4(tmp_path: Path, stated: dict[str, Any], beside: bo
         manifest = {"producer": {"name": "modelopt"}, "quantization": {**NVFP4, "quantized_layers": LAYERS}}
         del manifest["quantization"]["moe_quant_algo"]  # type: ignore[attr-defined]
         tmp_path.joinpath("hf_quant_config.json").write_text(json.dumps(manifest))
-    found = "layers.0.ffn.experts is quantised as NVFP4 (tensors input_scale F32, weight U8, weight_scale F8_E4M3, "
+    found = "layers.0.ffn.experts is quantized as NVFP4 (tensors input_scale F32, weight U8, weight_scale F8_E4M3, "
     refused(tmp_path, tensors, quantization, found, "which is not supported; read are", "MXFP4", **SIZES, **stated)
 
 

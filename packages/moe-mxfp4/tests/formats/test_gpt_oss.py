@@ -225,11 +225,11 @@ def test_other_methods(tmp_path: Path) -> None:
     assert reason == "quant_method is 'fp8', expected 'mxfp4'"
 
 
-def test_experts_that_are_not_quantised(tmp_path: Path) -> None:
+def test_experts_that_are_not_quantized(tmp_path: Path) -> None:
     """Whatever config.json says."""
     tensors = {GATE_UP: torch.zeros(E, K, 2 * N).bfloat16(), DOWN: torch.zeros(E, N, K).bfloat16()}
     tensors |= {f"{name}_bias": tensor[:, 0].clone() for name, tensor in tensors.items()}
-    message = f"{PREFIX} is not quantised: its weights are BF16 without scales, although config.json says quant_method"
+    message = f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json says quant_method"
     refused(tmp_path, tensors, QUANTIZATION, message, **GPT_OSS)
 
 

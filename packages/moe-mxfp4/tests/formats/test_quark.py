@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dynamic": (config(weight={**WEIGHT, "is_dynamic": True}), "weight is dynamic, expected static"),
     "no weight": (config(weight=None), "weight is null"),
-    "outputs": (config(output_tensors=STATIC), "output_tensors are quantised, expected null"),
+    "outputs": (config(output_tensors=STATIC), "output_tensors are quantized, expected null"),
     "fp6 inputs": (
         config(spec("fp6_e2m3", "per_group", **MX)),
         "input_tensors is dynamic fp6_e2m3 per_group of 32 with e8m0 scales, expected fp4 or fp8_e4m3",
@@ -128,10 +128,10 @@ def test_what_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_experts_that_quark_left_alone(tmp_path: Path) -> None:
-    """It does so silently where it doesn't know the module, and its config says that they are quantised."""
+    """It does so silently where it doesn't know the module, and its config says that they are quantized."""
     tensors = {
         f"{PREFIX}.gate_up_proj": torch.zeros(3, 128, 96).bfloat16(),
         f"{PREFIX}.down_proj": torch.zeros(3, 96, 64).bfloat16(),
     }
-    message = f"{PREFIX} is not quantised: its weights are BF16 without scales, although config.json says"
+    message = f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json says"
     refused(tmp_path, tensors, config(INPUTS["mxfp4"][0]), message, **SIZES)

@@ -206,7 +206,7 @@ def random_weights(config):
 
 
 def test_trtllm_weights_scales_and_biases_are_what_the_library_prepares(monkeypatch):
-    """The library quantises 16-bit weights and lays them out; from its codes, conversion makes the same bytes."""
+    """The library quantizes 16-bit weights and lays them out; from its codes, conversion makes the same bytes."""
     import flashinfer.fp4_quantization
     from flashinfer.fused_moe import api, core, prepare
     from flashinfer.quantization import fp4_quantization
@@ -219,7 +219,7 @@ def test_trtllm_weights_scales_and_biases_are_what_the_library_prepares(monkeypa
     quantized = iter(((up_first["w13"], up_first["w13_scale"]), (weights.w2, weights.w2_scale)))
 
     def fp4_quantize(flat, **options):
-        # the library's quantiser needs a GPU: these are the codes that it is to lay out
+        # the library's quantizer needs a GPU: these are the codes that it is to lay out
         assert options["sf_vec_size"] == 32
         values, scale = next(quantized)
         return values.flatten(0, 1), scale.flatten(0, 1)

@@ -70,7 +70,7 @@ def kind_of(info: Any) -> Kind:
     """
     flags = [flag for flag in FLAGS if getattr(info, flag)]
     if len(flags) != 1:
-        raise ConfigError(f"the experts are {' and '.join(flags) or 'not quantised'}")
+        raise ConfigError(f"the experts are {' and '.join(flags) or 'not quantized'}")
     granularity = _granularity(info)
     kind = KINDS.get((flags[0], granularity))
     if kind is None:

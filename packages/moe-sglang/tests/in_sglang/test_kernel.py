@@ -1,6 +1,6 @@
 """SGLang's own fused kernel, in Triton's interpreter, against the layer that its flags are read as.
 
-What SGLang has compiled (quantisation of activations, sorting, the activation function) stands here in torch.
+What SGLang has compiled (quantization of activations, sorting, the activation function) stands here in torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def aligned(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def kernels(sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of SGLang's kernel, with quantisers in torch."""
+    """The module of SGLang's kernel, with quantizers in torch."""
     from moe_core import kFp8Dynamic128Sym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, kInt8DynamicTokenSym
     from sglang.kernels.ops.moe import fused_moe_triton_kernels as module
 
@@ -113,9 +113,9 @@ def test_flags_are_read_as_sglangs_kernel_does(
     own = expected(kind.scheme, config(dtype=torch.float16), weights, tokens).float()
     through = sglang.FusedOpPool.get_fused_func("none", "triton")(tokens, info, runner(sglang)).hidden_states
     assert torch.equal(through.float(), own)
-    # SGLang rounds gemm1's result, h and each expert's output to 16 bits, and dequantised weights: some eight steps
+    # SGLang rounds gemm1's result, h and each expert's output to 16 bits, and dequantized weights: some eight steps
     bound = 8 * 2**-11
     if kind.activation_key is not None:
-        # such differences bring one in 2^6 values of h to the neighbouring code, a step of 2^-3 of it apart
+        # such differences bring one in 2^6 values of h to the neighboring code, a step of 2^-3 of it apart
         bound += 2**-3 * 2**-3
     assert float((found - own).norm()) <= bound * float(own.norm())

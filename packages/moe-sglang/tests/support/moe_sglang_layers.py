@@ -49,7 +49,7 @@ def weights_of(row: tuple[str, str], static: bool, layer: FusedMoEConfig, seed: 
 
 
 def info_of(sglang: types.SimpleNamespace, row: tuple[str, str], weights: MoEWeights) -> Any:
-    """What SGLang's quantisation method says of such weights."""
+    """What SGLang's quantization method says of such weights."""
     flag, granularity = row
     key = weights.weight_key
     assert key is not None

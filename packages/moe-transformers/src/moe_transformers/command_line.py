@@ -25,7 +25,7 @@ from moe_core.api.command_line import (
 )
 
 _GENERATE = """\
-The model is transformers', its quantised experts are moe-core's, the rest is in 16 bits.  The times are those of a
+The model is transformers', its quantized experts are moe-core's, the rest is in 16 bits.  The times are those of a
 second call: the first, on the same prompt, compiles kernels.  Prefill ends with the first new token; decode is the time
 from there to the last.  Without --greedy the checkpoint's generation_config.json says how tokens are chosen."""
 

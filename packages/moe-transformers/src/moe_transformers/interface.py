@@ -161,9 +161,9 @@ def _filled(module: nn.Module, name: str, top_k: int, dtype: torch.dtype) -> Fil
         names = ", ".join(registry().online_names())
         held = str(filled.module.get_parameter("down_proj").dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{name} holds experts in {held}, which moe-core quantises only where it is asked to: "
-            'moe_transformers.quantize_experts(model, "fp8_per_channel"), or load a quantised checkpoint within '
-            "moe_transformers.loading(), also where transformers dequantised it",
+            f"{name} holds experts in {held}, which moe-core quantizes only where it is asked to: "
+            'moe_transformers.quantize_experts(model, "fp8_per_channel"), or load a quantized checkpoint within '
+            "moe_transformers.loading(), also where transformers dequantized it",
             details=f"names: {names}",
         )
     return filled

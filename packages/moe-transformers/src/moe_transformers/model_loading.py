@@ -92,7 +92,7 @@ def _get_hf_quantizer(
     if quantization_config is not None:
         raise ConfigError(
             "quantization_config is given within moe_transformers.loading(), where the checkpoint's own holds: leave "
-            "it out, or quantise 16-bit experts with loading(quantize=…)"
+            "it out, or quantize 16-bit experts with loading(quantize=…)"
         )
     _check_method(entries)
     return MoeCoreQuantizer(options, entries), config, device_map

@@ -40,7 +40,7 @@ class QuantizedExperts(MoeCoreExperts):
         wanted = self.config._experts_implementation
         if wanted != IMPLEMENTATION:
             raise ConfigError(
-                f"experts_implementation is {wanted!r}, but the 16-bit experts were quantised and freed: "
+                f"experts_implementation is {wanted!r}, but the 16-bit experts were quantized and freed: "
                 f'model.set_experts_implementation("{IMPLEMENTATION}"), or load the model again'
             )
         return super().forward(hidden_states, top_k_index, top_k_weights)

@@ -72,8 +72,8 @@ def leave_to_moe_core(model: nn.Module, mine: Sequence[str], every: Iterable[str
         ours = [rule for rule in plan or () if any(rule == r or rule.startswith(f"{r}.") for r in rules)]
         if ours and others:
             raise ConfigError(
-                f"{others[0]} has experts in 16 bits, which transformers runs, and {mine[0]} has quantised ones: on "
-                "several ranks all are of one kind; quantise them with loading(quantize=…)"
+                f"{others[0]} has experts in 16 bits, which transformers runs, and {mine[0]} has quantized ones: on "
+                "several ranks all are of one kind; quantize them with loading(quantize=…)"
             )
         if plan is not None:
             setattr(model, attribute, {rule: style for rule, style in plan.items() if rule not in ours})

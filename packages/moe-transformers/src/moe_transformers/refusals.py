@@ -9,10 +9,10 @@ from moe_core import MoEError
 
 #: what transformers does with experts on its own, by the checkpoint's quant_method
 _INSTEAD = {
-    "fp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantises them elsewhere",
-    "mxfp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantises them elsewhere",
-    "mxfp4": "runs such experts by kernels that it downloads, or dequantises them where it has none",
-    "compressed-tensors": "dequantises such experts to 16 bits, with the package compressed-tensors",
+    "fp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantizes them elsewhere",
+    "mxfp8": "runs such experts on GPUs from sm89 by kernels that it downloads, and dequantizes them elsewhere",
+    "mxfp4": "runs such experts by kernels that it downloads, or dequantizes them where it has none",
+    "compressed-tensors": "dequantizes such experts to 16 bits, with the package compressed-tensors",
     "gptq": "leaves such experts at random values, with a warning",
     "awq": "leaves such experts at random values, with a warning",
     "auto-round": "needs the package auto-round, which runs such experts one by one",

@@ -1,4 +1,4 @@
-"""Tiny models of transformers as checkpoints of the tools: experts and linear layers quantised, and their exact values.
+"""Tiny models of transformers as checkpoints of the tools: experts and linear layers quantized, and their exact values.
 
 A model is saved by transformers itself, in its own names; then each matrix takes the form in which a tool keeps it.
 Beside the folder stands another one, with the values that the codes stand for, in float32.
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 K, N, E, TOP_K, VOCABULARY = 64, 96, 6, 2, 64
-#: experts, and what a tool quantises beside them
+#: experts, and what a tool quantizes beside them
 LINEAR = re.compile(r"\.experts\.|self_attn\.[a-z_]+_proj|kv_b_proj|kv_a_proj|shared_expert|in_proj|out_proj")
 
 Tensors = dict[str, Tensor]

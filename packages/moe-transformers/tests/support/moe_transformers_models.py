@@ -1,4 +1,4 @@
-"""Tiny whole models with random weights, and checkpoints of them as transformers' FP8 quantiser writes them."""
+"""Tiny whole models with random weights, and checkpoints of them as transformers' FP8 quantizer writes them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def qwen3(seed: int = 0, **entries: Any) -> PreTrainedModel:
     experts = {"num_experts": E, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
     rest = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 128}
     config = Qwen3MoeConfig(**{**sizes, **heads, **experts, **rest, "tie_word_embeddings": False, **entries})
-    return randomised(Qwen3MoeForCausalLM(config), seed)
+    return randomized(Qwen3MoeForCausalLM(config), seed)
 
 
-def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+def randomized(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """``model`` in bfloat16, its matrices of a size that keeps that of hidden states."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -259,7 +259,7 @@ def test_only_what_the_kernel_reads_is_taken():
         kInt4Static32.with_scale_dtype(torch.float16),
         replace(kInt4Static32, permuted=True),
     ):
-        assert "does not read weights quantised as" in reasons(key=key)
+        assert "does not read weights quantized as" in reasons(key=key)
     assert "needs sm100 to sm109" in reasons(device=DeviceInfo.parse("sm90"))
     assert "multiple of 32, got 80" in reasons(replace(LAYER, intermediate_size=80))
     assert "multiple of 256, got 384" in reasons(replace(LAYER, hidden_size=384))

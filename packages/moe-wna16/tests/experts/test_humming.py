@@ -253,7 +253,7 @@ def test_what_is_not_read_is_refused():
         kInt4Static.with_scale_dtype(torch.float32),
         kInt4Static.with_group(1, 256),
     ):
-        assert "does not read weights quantised as" in reasons(key)
+        assert "does not read weights quantized as" in reasons(key)
     assert "does not take activations" in reasons(kInt4Static, activation_key=kFp8DynamicTokenSym)
     other = reasons(kInt4Static.with_scale_dtype(torch.float16))
     assert other == "reads scales of the hidden states' dtype torch.bfloat16, got torch.float16"

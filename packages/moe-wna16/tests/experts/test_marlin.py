@@ -99,7 +99,7 @@ def test_reloading_another_activation_order():
     ],
 )
 def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
-    """With 15 rows per expert and more 4-bit words are dequantised beside the tensor cores."""
+    """With 15 rows per expert and more 4-bit words are dequantized beside the tensor cores."""
     config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16)
     experts = MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=DeviceInfo.parse(device))
     with record() as launches:
@@ -123,7 +123,7 @@ def test_many_rows_on_hopper(device, key, hidden, tokens, expected):
     ],
 )
 def test_many_rows_of_e4m3_on_hopper(hidden, pre_scaled, layout, expected):
-    """Quantised rows end in whole tiles of columns, but which columns there are the kernel must know in whole 16."""
+    """Quantized rows end in whole tiles of columns, but which columns there are the kernel must know in whole 16."""
     config = FusedMoEConfig(8, 2, hidden, 512, dtype=torch.bfloat16, activation_format=layout, max_num_tokens=400)
     key, target = replace(kInt4Static, pre_scaled=pre_scaled), DeviceInfo.parse("sm90")
     experts = MarlinW4AFp8Experts(config, weight_key=key, activation_key=kFp8DynamicTokenSym, device=target)
@@ -135,16 +135,16 @@ def test_many_rows_of_e4m3_on_hopper(hidden, pre_scaled, layout, expected):
 def test_layers_with_adapters_have_tiles_for_the_kernel_that_adds_deltas():
     config = FusedMoEConfig(8, 2, 1024, 512, dtype=torch.bfloat16, is_lora_enabled=True)
     experts = MarlinWNA16Experts(config, weight_key=kInt4Static, activation_key=None, device=DeviceInfo.parse("sm90"))
-    assert not any(experts.plan(tokens).gemm1.warp_specialised for tokens in (96, 400, 4096))
+    assert not any(experts.plan(tokens).gemm1.warp_specialized for tokens in (96, 400, 4096))
 
 
 @pytest.mark.parametrize("pre_scaled", [False, True])
 def test_memory_of_h_is_given_to_the_result_of_gemm2(pre_scaled):
-    """h is quantised before gemm2, which reads the quantised rows alone; 16-bit h is what it reads."""
+    """h is quantized before gemm2, which reads the quantized rows alone; 16-bit h is what it reads."""
     config = FusedMoEConfig(8, 2, 1024, 512, dtype=torch.bfloat16)
     key, target = replace(kInt4Static, pre_scaled=pre_scaled), DeviceInfo.parse("sm90")
-    quantised = MarlinW4AFp8Experts(config, weight_key=key, activation_key=kFp8DynamicTokenSym, device=target)
+    quantized = MarlinW4AFp8Experts(config, weight_key=key, activation_key=kFp8DynamicTokenSym, device=target)
     plain = MarlinWNA16Experts(config, weight_key=key, activation_key=None, device=target)
-    phases, others = ({spec.name: spec.phase for spec in one.workspaces(400)} for one in (quantised, plain))
+    phases, others = ({spec.name: spec.phase for spec in one.workspaces(400)} for one in (quantized, plain))
     assert phases["h"] == phases["gathered"] == phases["x_values"] == BEFORE_GEMM2
     assert phases["h_values"] is others["h"] is others["gathered"] is None

@@ -19,7 +19,7 @@ class TestTritonWNA16(ConformanceTests):
 
 @pytest.mark.parametrize(("key", "expected"), [(None, torch.float16), (kFp8DynamicTokenSym, torch.float32)], ids=str)
 def test_scratch_memory_of_pre_scaled_columns(key: QuantKey | None, expected: torch.dtype) -> None:
-    """Twice the bytes only where what an activation function makes is quantised."""
+    """Twice the bytes only where what an activation function makes is quantized."""
     config = FusedMoEConfig(8, 2, 256, 128, dtype=torch.float16)
     pre_scaled, target = replace(kInt4Static, pre_scaled=True), DeviceInfo.parse("sm90")
     experts = TritonWNA16Experts(config, weight_key=pre_scaled, activation_key=key, device=target)

@@ -66,7 +66,7 @@ def test_groups_of_columns_are_read_once(tmp_path: Path, order: bool, monkeypatc
     assert len(parsed) == 1
 
 
-def test_zero_points_of_a_symmetric_type_are_read_with_their_neighbours(
+def test_zero_points_of_a_symmetric_type_are_read_with_their_neighbors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A matrix's lie before the next one's groups of columns: a call of the system reads both."""

@@ -112,7 +112,7 @@ def test_a_routing_is_packed_as_the_library_packs_it():
 
 
 def test_weights_are_what_the_library_prepares(monkeypatch):
-    """The library quantises 16-bit weights and lays them out; from its codes, conversion makes the same bytes."""
+    """The library quantizes 16-bit weights and lays them out; from its codes, conversion makes the same bytes."""
     from flashinfer.fused_moe import prepare
     from flashinfer.quantization import fp4_quantization
 

@@ -79,7 +79,7 @@ from moe_core.kernels.gemm.marlin.weight import MarlinMatrix, WordFunctions
 from moe_core.kernels.gemm.tiles.launch import (
     GemmWeight,
     TileFunctions,
-    WarpSpecialisedGemm,
+    WarpSpecializedGemm,
     weight_strides,
 )
 from moe_core.kernels.gemm.tiles.operands import open_plain, step_strides, weight_rows, weight_tile
@@ -103,7 +103,7 @@ __all__ = [
     "ActivationScheme",
     "GemmWeight",
     "GroupScheme",
-    "WarpSpecialisedGemm",
+    "WarpSpecializedGemm",
     "TileFunctions",
     "weight_strides",
     # scaled_mm.

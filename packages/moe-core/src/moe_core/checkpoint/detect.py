@@ -77,7 +77,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
     foreign = unsupported_quantization(quantization, stored) if plain is None else None
     if foreign is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: {layer.prefix} is quantised as {foreign} ({_stored_as(stored)}), "
+            f"{checkpoint.path}: {layer.prefix} is quantized as {foreign} ({_stored_as(stored)}), "
             f"which is not supported; {INSTEAD}",
             details="\n".join(text for _, text in reasons),
         )
@@ -92,7 +92,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
         )
     if plain is not None and any(named for named, _ in reasons):
         raise CheckpointError(
-            f"{checkpoint.path}: {layer.prefix} is not quantised: {plain}, although config.json says {what}"
+            f"{checkpoint.path}: {layer.prefix} is not quantized: {plain}, although config.json says {what}"
         )
     # The message has the reasons of formats for this method; those of other formats are in the details.
     relevant = [text for named, text in reasons if named]

@@ -244,7 +244,7 @@ def _assumed(
         bias = ", chosen with a correction bias," if routing.has_correction_bias else ""
         guesses.append(
             f"routing is assumed to be {routing.scoring_func} over all experts{bias} "
-            f"with {'' if routing.renormalize else 'no '}renormalisation"
+            f"with {'' if routing.renormalize else 'no '}renormalization"
         )
     if settings.activation is None:
         guesses.append(f"the activation is assumed to be {activation.value}")

@@ -108,7 +108,7 @@ class OnlineFormat(CheckpointFormat):
     def __init__(self, online: OnlineQuantization, stored: CheckpointFormat | None = None) -> None:
         self.online = online
         self.stored = stored or UnquantizedFormat()
-        self.name = f"{self.stored.name}, quantised at load: {online.name}"  # type: ignore[misc]
+        self.name = f"{self.stored.name}, quantized at load: {online.name}"  # type: ignore[misc]
 
     def resolve(self, quantization: Mapping[str, Any], layer: LayerExperts) -> OnlineLayout | str:
         found = self.stored.resolve(quantization, layer)
@@ -148,7 +148,7 @@ def detect(
         found = adapter.resolve(checkpoint.quantization, layer)
         if isinstance(found, str):
             raise CheckpointError(
-                f"{checkpoint.path}: {online.name} quantises 16-bit experts, but those of {layer.prefix} "
+                f"{checkpoint.path}: {online.name} quantizes 16-bit experts, but those of {layer.prefix} "
                 f"are not read as such: {found}"
             )
         return Detected(online.scheme, adapter, found)
@@ -167,8 +167,8 @@ def detect(
             listed = f"{', '.join(name for name in firsts if name is not None)} … ({len(names)} in all)"
         reason = error.message
         if checkpoint.quantization.get("quant_method") is None:
-            reason = f"{checkpoint.path}: {layer.prefix} is not quantised: {unquantized_reason(layer)}"
+            reason = f"{checkpoint.path}: {layer.prefix} is not quantized: {unquantized_reason(layer)}"
         raise CheckpointError(
-            f"{reason}; as 16-bit experts they can be quantised at load: quantize (--quantize) is one of {listed}",
+            f"{reason}; as 16-bit experts they can be quantized at load: quantize (--quantize) is one of {listed}",
             details=details,
         ) from None

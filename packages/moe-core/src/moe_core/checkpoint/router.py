@@ -56,14 +56,14 @@ class RouterTensors:
         self.correction = _beside(layer, CORRECTION_BIASES + (AMBIGUOUS_BIASES if corrects else ()))
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether the router weight is stored in another dtype than bfloat16, float16 or float32."""
         return self.weight is not None and self.layer.checkpoint.info(self.weight).dtype not in _FLOATS
 
     @property
     def others(self) -> tuple[str, ...]:
         """The names of further router tensors; empty if the router weight is quantized or missing."""
-        if self.is_quantised or self.weight is None:
+        if self.is_quantized or self.weight is None:
             return ()
         known = {self.weight, self.bias, self.correction}
         under = tuple(f"{self.layer.block}.{name}." for name in ("gate", "router"))
@@ -96,7 +96,7 @@ class RouterTensors:
         Raises:
             CheckpointError: The weight has another shape, or holds NaN or Inf.
         """
-        if self.weight is None or self.is_quantised:
+        if self.weight is None or self.is_quantized:
             return None
         info = self.layer.checkpoint.info(self.weight)
         shape = (self.layer.num_experts, hidden_size)

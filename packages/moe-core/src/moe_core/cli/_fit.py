@@ -176,7 +176,7 @@ def refusal(fit: Fit, device: str) -> str:
 
 def fit_lines(fit: Fit | None) -> list[str]:
     """Return the line with the verdict."""
-    return [] if fit is None else _report.labelled("fits", [str(fit)])
+    return [] if fit is None else _report.labeled("fits", [str(fit)])
 
 
 def total_floor(layers: Sequence[Floors]) -> dict[str, Any] | None:
@@ -211,4 +211,4 @@ def floor_lines(layers: Sequence[Floors]) -> list[str]:
     ]
     figures = f"{found['bandwidth'] / 1e9:.0f} GB/s, {found['rate'] / 1e12:.0f} TFLOP/s in {found['product']}"
     what = "the layer" if len(layers) == 1 else f"{len(layers)} layers"
-    return _report.labelled("floor", [f"experts of {what}: {', '.join(shown)}; one GPU of {figures}"])
+    return _report.labeled("floor", [f"experts of {what}: {', '.join(shown)}; one GPU of {figures}"])

@@ -60,19 +60,19 @@ def svg(data: dict[str, Any]) -> str:
     shown = [("floor", "#000000", [(count, floor[count]) for count in counts])]
     for number, backend in enumerate(dict.fromkeys(result["backend"] for result in data["results"])):
         mine = [result for result in results if result["backend"] == backend]
-        colour = COLOURS[number % len(COLOURS)]
-        shown.append((backend, colour, [(r["tokens"], r["seconds"]) for r in mine]))
+        color = COLOURS[number % len(COLOURS)]
+        shown.append((backend, color, [(r["tokens"], r["seconds"]) for r in mine]))
         for result in mine:
             low, high = result["seconds_p10_p90"]
             at = x.at(result["tokens"])
-            lines.append(_line(at, y.at(low), at, y.at(high), colour))
-            lines.append(f'<circle cx="{at}" cy="{y.at(result["seconds"])}" r="3" fill="{colour}"/>')
-    for number, (name, colour, points) in enumerate(shown):
+            lines.append(_line(at, y.at(low), at, y.at(high), color))
+            lines.append(f'<circle cx="{at}" cy="{y.at(result["seconds"])}" r="3" fill="{color}"/>')
+    for number, (name, color, points) in enumerate(shown):
         dashes = ' stroke-dasharray="5 4"' if number == 0 else ""
         path = " ".join(f"{x.at(count)},{y.at(seconds)}" for count, seconds in points)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{dashes}/>')
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"{dashes}/>')
         row, start = TOP + 10 + 20 * number, WIDTH - RIGHT + 14
-        lines.append(_line(start, row, start + 22, row, colour, dashes))
+        lines.append(_line(start, row, start + 22, row, color, dashes))
         lines.append(_text(start + 28, row + 4, name, "start"))
     return "\n".join([*lines, "</svg>", ""])
 
@@ -106,8 +106,8 @@ def _axes(x: _Axis, y: _Axis, counts: Sequence[int]) -> Iterator[str]:
     )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}"{more}/>'
+def _line(x1: float, y1: float, x2: float, y2: float, color: str, more: str = "") -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{color}"{more}/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str, size: int = 12) -> str:

@@ -87,7 +87,7 @@ class PrepareFinalizeCandidate:
             "reasons": list(self.reasons),
             "backend": None if self.report.chosen is None else self.report.chosen.backend,
             "cuda_graph": self.cuda_graph,
-            "quantised_before": None if self.payload is None else str(self.payload),
+            "quantized_before": None if self.payload is None else str(self.payload),
             "verified_on": list(self.cls.claims.verified_on),
             "pairs": [
                 {"backend": c.backend, "experts": c.experts.__qualname__, "fits": c.fits, "reasons": list(c.reasons)}

@@ -24,24 +24,24 @@ def verdict(report: SelectionReport) -> str:
 def reasons(report: SelectionReport) -> list[str]:
     """Return the lines below the verdict: choice, preferred alternatives, and what would help."""
     if report.chosen is None:
-        lines = labelled("closest", [line(candidate) for candidate in report.closest[:MOST_SHOWN]])
+        lines = labeled("closest", [line(candidate) for candidate in report.closest[:MOST_SHOWN]])
     else:
         chosen = report.chosen
         lines = [f"  chosen       {chosen.experts.__name__}: {chosen.tested_on(report.device)}"]
-        lines += labelled("passed over", [line(candidate) for candidate in _preferred(report)])
+        lines += labeled("passed over", [line(candidate) for candidate in _preferred(report)])
     if report.fallback is not None:
         slow = f"no GPU kernel fits; {report.chosen.backend} is a loop driven by the host" if report.chosen else ""
-        lines += labelled("warning", [slow])
-    lines += labelled("what helps", [helps(alternative) for alternative in report.alternatives])
-    lines += labelled("left out", [str(fault) for fault in report.left_out])
-    lines += labelled("tuning", [] if report.tuning is None else [str(report.tuning)])
+        lines += labeled("warning", [slow])
+    lines += labeled("what helps", [helps(alternative) for alternative in report.alternatives])
+    lines += labeled("left out", [str(fault) for fault in report.left_out])
+    lines += labeled("tuning", [] if report.tuning is None else [str(report.tuning)])
     return lines
 
 
 def note(report: SelectionReport) -> list[str]:
     """Return the note of the kernel's claims, if any: how it rounds, what it does not use."""
     chosen = report.chosen
-    return labelled("note", [chosen.notes] if chosen is not None and chosen.is_kernel and chosen.notes else [])
+    return labeled("note", [chosen.notes] if chosen is not None and chosen.is_kernel and chosen.notes else [])
 
 
 def layer(report: SelectionReport) -> list[str]:
@@ -72,7 +72,7 @@ def memory(report: SelectionReport, told: LayerMemory) -> str:
     return f"  memory       weights {about}{bytes_text(told.weights)}, {load}; {workspace}"
 
 
-def labelled(label: str, texts: list[str]) -> list[str]:
+def labeled(label: str, texts: list[str]) -> list[str]:
     """Put a label before the first line and indent the others."""
     return [f"  {label if number == 0 else '':<11}  {text}" for number, text in enumerate(texts)]
 

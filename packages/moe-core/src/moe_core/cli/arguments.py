@@ -61,7 +61,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The command's parser.
     """
-    parser.add_argument("--quantize", metavar="NAME", help="quantise 16-bit experts at load, e.g. fp8_per_channel")
+    parser.add_argument("--quantize", metavar="NAME", help="quantize 16-bit experts at load, e.g. fp8_per_channel")
 
 
 def add_activation_key(parser: argparse.ArgumentParser) -> None:

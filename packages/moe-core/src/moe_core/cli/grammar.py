@@ -35,7 +35,7 @@ from moe_core.cli.checks import (
 from moe_core.cli.command import Command
 from moe_core.cli.parser import Paragraphs, Parser, meant, path, seconds, shown, whole
 
-_ABOUT = "Quantised mixture-of-experts layers: what runs them, why, how exactly and how fast."
+_ABOUT = "Quantized mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
 FORMATS = ("standard", "batched")
 #: default shape of a timed layer; equals moe_core.cli._layers.DEFAULT_SHAPE
@@ -382,7 +382,7 @@ def _made_up(parser: argparse.ArgumentParser, default: str = "") -> None:
     ``default`` states the sizes that the command uses, if any.
     """
     group = parser.add_argument_group("a layer without a checkpoint")
-    add_scheme(group, "quantisation scheme, e.g. fp8")
+    add_scheme(group, "quantization scheme, e.g. fp8")
     sizes = "experts, experts per token, hidden and intermediate size"
     stated = f" (default: {default})" if default else ""
     group.add_argument("--shape", metavar="E,k,K,N", help=sizes + stated)

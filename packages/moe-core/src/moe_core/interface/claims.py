@@ -300,9 +300,9 @@ class Claims:
             return []
         with_weight = [a for w, a in self.keys if key_matches(w, weight_key)]
         if not with_weight:
-            return [f"does not read weights quantised as {weight_key or 'nothing (16-bit)'}"]
+            return [f"does not read weights quantized as {weight_key or 'nothing (16-bit)'}"]
         offered = "; ".join("16-bit" if a is None else str(a) for a in with_weight)
-        return [f"does not take activations quantised as {activation_key or 'nothing (16-bit)'}, takes {offered}"]
+        return [f"does not take activations quantized as {activation_key or 'nothing (16-bit)'}, takes {offered}"]
 
     def _layer_reasons(self, config: FusedMoEConfig, weight_key: QuantKey | None) -> list[str]:
         reasons = []

@@ -217,8 +217,8 @@ def yardstick_dtype(dtype: torch.dtype, device: torch.device, activation_key: Qu
     Returns:
         The dtype.
     """
-    quantised = device.type != "cpu" and activation_key is not None
-    return torch.bfloat16 if quantised and dtype is torch.float32 else dtype
+    quantized = device.type != "cpu" and activation_key is not None
+    return torch.bfloat16 if quantized and dtype is torch.float32 else dtype
 
 
 def expected_output(
@@ -277,18 +277,18 @@ def expected_output(
 
     weighted = routed.only_used(x.double() * topk_weights.double() if on_input else x.double())
     # Values that are not quantized again are rounded as an operand of the product, which _operands counts.
-    before_quantiser = rounding.variance(weighted) * (on_input and key is not None)
-    entering, before_quantiser, row = _pre_scaled(
+    before_quantizer = rounding.variance(weighted) * (on_input and key is not None)
+    entering, before_quantizer, row = _pre_scaled(
         steps,
         "w13",
         weighted,
         # x with the router weight is rounded before it is multiplied once more.
-        rounding.variance(weighted) * on_input if weights.w13_pre_scale is not None else before_quantiser,
+        rounding.variance(weighted) * on_input if weights.w13_pre_scale is not None else before_quantizer,
         routed.token,
         routed,
         rounding,
     )
-    first = _spread(entering, before_quantiser, dynamic, None)
+    first = _spread(entering, before_quantizer, dynamic, None)
     pairs_total, experts = len(routed.token), routed.by_expert
     hidden = x.new_zeros(pairs_total, config.intermediate_size, dtype=torch.float64)
     hidden_variance = torch.zeros_like(hidden)
@@ -311,8 +311,8 @@ def expected_output(
         hidden_variance[pairs] = spread + rounding.variance(hidden[pairs]) if stored else spread
 
     own = torch.arange(pairs_total, device=x.device)
-    entering, before_quantiser, _ = _pre_scaled(steps, "w2", hidden, hidden_variance, own, routed, rounding)
-    second = _spread(entering, before_quantiser, dynamic, None)
+    entering, before_quantizer, _ = _pre_scaled(steps, "w2", hidden, hidden_variance, own, routed, rounding)
+    second = _spread(entering, before_quantizer, dynamic, None)
     result = x.new_zeros(pairs_total, config.hidden_size, dtype=torch.float64)
     variance, flushed = torch.zeros_like(result), torch.zeros_like(result)
     mean = square = largest = 0.0

@@ -378,7 +378,7 @@ def _dequantized(
 ) -> Tensor:
     """One expert's matrix [rows, cols] in ``dtype``, float32 or float64."""
     if desc.key is None or desc.scale is None:
-        raise TensorError(f"the scale of weights quantised as {desc.key} is missing")
+        raise TensorError(f"the scale of weights quantized as {desc.key} is missing")
     one = slice(expert, expert + 1)
     return dequantize_weight(
         weights[one],

@@ -94,7 +94,7 @@ class RoutingConfig:
         if self.scoring_func not in SCORING_FUNCS:
             raise ConfigError(f"scoring_func {self.scoring_func!r} is unknown; known: {', '.join(SCORING_FUNCS)}")
         if self.scoring_func == "none" and (self.renormalize or self.has_correction_bias or self.is_grouped):
-            raise ConfigError("scoring_func 'none' takes no renormalisation, correction bias or groups")
+            raise ConfigError("scoring_func 'none' takes no renormalization, correction bias or groups")
         if self.score_selected_only and (
             self.scoring_func not in ("softmax", "sigmoid") or self.has_correction_bias or self.is_grouped
         ):

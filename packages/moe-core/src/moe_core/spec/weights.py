@@ -240,7 +240,7 @@ class MoEWeights(TensorRecord):
             scale, zero_point = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero_point")
             if self.weight_key is None:
                 if scale is not None:
-                    raise TensorError(f"{name}_scale is given, but the weights are not quantised")
+                    raise TensorError(f"{name}_scale is given, but the weights are not quantized")
             else:
                 expected = scale_shape(self.weight_key, experts, rows, cols, stacked)
                 if scale is None:

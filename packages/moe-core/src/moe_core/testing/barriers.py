@@ -31,7 +31,7 @@ def abandoned_barriers(ttgir: str) -> list[str]:
         Names of the allocations, such as ``%0``.
     """
     whole: dict[str, str] = {}
-    initialised: dict[str, None] = {}
+    initialized: dict[str, None] = {}
     kept: set[str] = set()
     for line in ttgir.splitlines():
         indexed, barrier, passed = _INDEXED.search(line), _OF_BARRIER.search(line), _PASSED.search(line)
@@ -42,9 +42,9 @@ def abandoned_barriers(ttgir: str) -> list[str]:
             kind, name = barrier.groups()
             name = whole.get(name, name)
             if kind == "init":
-                initialised[name] = None
+                initialized[name] = None
             else:
                 kept.add(name)
         elif passed is not None:
             kept.update(_NAME.findall(passed.group(1)))
-    return [name for name in initialised if name not in kept]
+    return [name for name in initialized if name not in kept]

@@ -446,7 +446,7 @@ def check_sync(experts: type[FusedMoEExperts], case: Case, place: Place) -> None
     try:
         call(kernel, problem)
     except RuntimeError as error:
-        raise AssertionError(f"a call synchronises with the host: {error}") from error
+        raise AssertionError(f"a call synchronizes with the host: {error}") from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -185,7 +185,7 @@ def _rows_in_order(*orders: Callable[[int], Tensor], bias: bool) -> Callable[[Pr
         matrix = Matrix("w13", problem.weights, problem.case.config)
         if matrix.parts != 2 or (not bias and matrix.part("bias") is None):
             return
-        plain = dequantised(problem)
+        plain = dequantized(problem)
         if plain is None:
             return
         for order in orders:
@@ -228,7 +228,7 @@ def _transposed(suffix: str) -> Change:
 # ------------------------------------------------------------------ groups
 
 
-def dequantised(problem: Problem) -> Problem | None:
+def dequantized(problem: Problem) -> Problem | None:
     """Return the same problem with unquantized weights (in float32).
 
     Args:
@@ -307,7 +307,7 @@ def _zero_points_moved(text: str, by: int) -> Iterator[Mistake]:
 
     def change(names: tuple[str, ...]) -> Callable[[Problem], Iterator[Problem]]:
         def problems(problem: Problem) -> Iterator[Problem]:
-            key, plain = problem.weights.weight_key, dequantised(problem)
+            key, plain = problem.weights.weight_key, dequantized(problem)
             if key is None or key.symmetric or plain is None:
                 return
             changed: dict[str, Any] = {}
@@ -334,13 +334,13 @@ def _blocks_of_one_matrix(problem: Problem) -> Iterator[Problem]:
     scale = problem.weights.w13_scale
     if key is None or scale is None or not config.is_gated or key.group_shape.row <= 1 or key.permuted:
         return
-    plain = dequantised(with_weights(problem, w13_scale=torch.ones_like(scale)))
+    plain = dequantized(with_weights(problem, w13_scale=torch.ones_like(scale)))
     if plain is None or config.intermediate_size % key.group_shape.row == 0:
         return
     rows = torch.arange(config.w13_rows) // key.group_shape.row
     size = config.hidden_size if key.group_size < 0 else key.group_size
     spread = taken(taken(scale, 1, rows), 2, torch.arange(config.hidden_size) // size)
-    w2 = dequantised(problem)
+    w2 = dequantized(problem)
     if w2 is not None:
         yield with_weights(w2, w13=plain.weights.w13 * spread)
 

@@ -268,12 +268,12 @@ _DYNAMIC = (kFp8DynamicTokenSym, kFp8Dynamic128Sym, kInt8DynamicTokenSym, kMxfp8
 _NO_INPUT_SCALES = {f"{name}_input_{suffix}": None for name in ("w13", "w2") for suffix in ("scale", "zero_point")}
 
 
-def _unquantised(problem: Problem) -> Iterator[Problem]:
+def _unquantized(problem: Problem) -> Iterator[Problem]:
     if problem.weights.activation_key is not None:
         yield with_weights(problem, activation_key=None, **_NO_INPUT_SCALES)
 
 
-def _quantised_as(key: QuantKey) -> Change:
+def _quantized_as(key: QuantKey) -> Change:
     def change(problem: Problem) -> Iterator[Problem]:
         if problem.weights.activation_key != key:
             yield with_weights(problem, activation_key=key, **_NO_INPUT_SCALES)
@@ -359,14 +359,14 @@ CALL_MISTAKES: tuple[Mistake, ...] = (
     Mistake("the clamp limit of the activation is ignored", _no_limit),
     *(Mistake(f"the activation is {other.value}", _activation(other)) for other in MoEActivation),
     Mistake("the activation's parameters are ignored", _fixed_parameters),
-    Mistake("the activations are not quantised", _unquantised),
+    Mistake("the activations are not quantized", _unquantized),
     Mistake("the activations' scales span the whole row", _scale_spans(1, -1)),
     Mistake("the activations' scales span the whole tensor", _scale_spans(-1, -1), together=True),
     Mistake("the activations' scales span groups of 128", _scale_spans(1, 128)),
     *(Mistake(f"the activations' scales are rounded {way!r}", _rounding(way)) for way in ("up", "even", "down")),
-    *(Mistake(f"the activations are quantised as {NAMES[key]}", _quantised_as(key)) for key in _DYNAMIC),
+    *(Mistake(f"the activations are quantized as {NAMES[key]}", _quantized_as(key)) for key in _DYNAMIC),
     *(_routed_by(f"the routing method is {method.name}", _method(method)) for method in _COMPUTED),
     _routed_by("the routing's scaling factor is left out", lambda given: replace(given, routed_scaling_factor=1.0)),
     _routed_by("the routing's correction bias is left out", lambda given: replace(given, has_correction_bias=False)),
-    _routed_by("the router weights are normalised, or are not", lambda g: replace(g, renormalize=not g.renormalize)),
+    _routed_by("the router weights are normalized, or are not", lambda g: replace(g, renormalize=not g.renormalize)),
 )

@@ -1,4 +1,4 @@
-"""Files and entries that say the same of a checkpoint's quantisation, and such that contradict each other."""
+"""Files and entries that say the same of a checkpoint's quantization, and such that contradict each other."""
 
 from __future__ import annotations
 

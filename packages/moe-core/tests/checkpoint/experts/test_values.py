@@ -153,7 +153,7 @@ def test_stacked_matrices(tmp_path: Path, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
-def test_a_scale_or_another_type_is_quantised(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_scale_or_another_type_is_quantized(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {name: t.to(dtype) for name, t in expert_tensors().items()}
     if dtype is torch.bfloat16:
         tensors |= {name.replace("weight", "weight_scale"): torch.ones(()) for name in tensors}

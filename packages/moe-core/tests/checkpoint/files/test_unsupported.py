@@ -104,13 +104,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantisations(tmp_path: Path, kind: str, only_plain: Registry) -> None:
+def test_quantizations(tmp_path: Path, kind: str, only_plain: Registry) -> None:
     quantization, tensors, name = KINDS[kind]
     checkpoint = Checkpoint.open(write(tmp_path, tensors, quantization_config=quantization or None))
     with pytest.raises(CheckpointError) as caught:
         read_layer(checkpoint, plugins=only_plain)
     error = caught.value
-    assert f"{PREFIX} is quantised as {name}" in error.message
+    assert f"{PREFIX} is quantized as {name}" in error.message
     stored = {part.rpartition("down_proj.")[2] for part in tensors if f"{PREFIX}.0.down_proj." in part}
     assert f"(tensors {min(stored)} " in error.message
     assert all(f" {suffix} " in error.message for suffix in stored)
@@ -149,7 +149,7 @@ def test_experts_that_were_left_in_16_bits_are_no_such_thing(tmp_path: Path, onl
     checkpoint = Checkpoint.open(write(tmp_path, layer_tensors(), quantization_config={"quant_method": "hqq"}))
     with pytest.raises(CheckpointError) as caught:
         read_layer(checkpoint, plugins=only_plain)
-    assert "is quantised as" not in str(caught.value)
+    assert "is quantized as" not in str(caught.value)
 
 
 @pytest.mark.parametrize("config", [False, True])

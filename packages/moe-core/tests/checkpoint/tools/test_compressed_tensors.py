@@ -251,7 +251,7 @@ def test_actorder_true_means_group(layer: LayerExperts) -> None:
     assert quant_group(groups(group("Linear", actorder=False)), layer).weights.actorder is None
 
 
-def test_outputs_that_are_quantised(layer: LayerExperts) -> None:
+def test_outputs_that_are_quantized(layer: LayerExperts) -> None:
     with pytest.raises(CheckpointError, match="output_activations"):
         quant_group(groups({**group("Linear"), "output_activations": TOKEN}), layer)
 

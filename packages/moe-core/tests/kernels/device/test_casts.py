@@ -34,7 +34,7 @@ def _quotient_kernel(x, by, out, codes, BLOCK: tl.constexpr):
 
 
 def e4m3_values():
-    """Every e4m3 number, every midpoint between neighbours, and their float32 neighbours."""
+    """Every e4m3 number, every midpoint between neighbors, and their float32 neighbors."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     points = torch.cat([codes, middles])

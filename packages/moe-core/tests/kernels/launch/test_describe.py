@@ -29,7 +29,7 @@ def rows() -> None: ...
 @pytest.mark.parametrize(
     ("first", "second", "equal"),
     [
-        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(5), 48, 64), {}), True),  # sizes that are not specialised for
+        (((torch.zeros(2), 32, 64), {}), ((torch.zeros(5), 48, 64), {}), True),  # sizes that are not specialized for
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2), 33, 64), {}), False),
         (((torch.zeros(2), 1, 64), {}), ((torch.zeros(2), 33, 64), {}), False),
         (((torch.zeros(2), 32, 64), {}), ((torch.zeros(2).half(), 32, 64), {}), False),

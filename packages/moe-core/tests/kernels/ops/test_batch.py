@@ -1,4 +1,4 @@
-"""The list of tiles of a batch, and what is quantised and cleared beside it."""
+"""The list of tiles of a batch, and what is quantized and cleared beside it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_counts_beyond_the_buffers_are_cut(device):
 
 
 @pytest.mark.parametrize("group", [32, whole_row(96)])
-def test_rows_in_use_are_quantised(group, device):
+def test_rows_in_use_are_quantized(group, device):
     counts, capacity, columns, width = [3, 0, 5], 5, 70, 96
     x = torch.randn(15, columns, generator=torch.Generator().manual_seed(0)).to(device)
     values = torch.full((15, width), 9.0, device=device)

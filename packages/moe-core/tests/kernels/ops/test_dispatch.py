@@ -1,4 +1,4 @@
-"""Tokens packed for an all-to-all, against loops and the quantiser alone."""
+"""Tokens packed for an all-to-all, against loops and the quantizer alone."""
 
 from __future__ import annotations
 

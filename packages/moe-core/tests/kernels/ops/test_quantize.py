@@ -1,4 +1,4 @@
-"""Activation quantisers: the twin against tables and numpy, the kernels against the twin bit for bit."""
+"""Activation quantizers: the twin against tables and numpy, the kernels against the twin bit for bit."""
 
 from __future__ import annotations
 

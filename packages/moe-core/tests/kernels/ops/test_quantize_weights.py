@@ -1,4 +1,4 @@
-"""Weight quantisers: kernels against the torch rules bit for bit, for every grid, edge and kind of value."""
+"""Weight quantizers: kernels against the torch rules bit for bit, for every grid, edge and kind of value."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_results_go_where_they_are_wanted(name: str, backend: str, device: torch
 
 @pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
 @KERNELS
-def test_nothing_to_quantise(name: str, shape: tuple[int, int, int]) -> None:
+def test_nothing_to_quantize(name: str, shape: tuple[int, int, int]) -> None:
     found = quantize_weights(torch.zeros(shape), IN_KERNELS[name], parts=2)
     assert tuple(found.values.shape) == shape
 

@@ -92,7 +92,7 @@ def _plan(data: dict[str, Any], layer: int = 0, number: int = 1) -> dict[str, An
         (lambda d: _plan(d, 0, 0)["gemm1"].update(block_n=16, block_w=32, num_warps=8), "without four words each"),
         (lambda d: d["layers"][0]["ranges"][0].update(last=1, plan=_plan(d, 1, 0)), "swap_ab is False"),
         (lambda d: _plan(d, 1, 0)["gemm1"].update(block_n=64), "block_n is 64, expected one of [128]"),
-        (lambda d: _plan(d, 1, 0)["gemm1"].update(warp_specialised=True), "tiles of its own"),
+        (lambda d: _plan(d, 1, 0)["gemm1"].update(warp_specialized=True), "tiles of its own"),
     ],
 )
 def test_what_no_kernel_takes_is_refused(change: Callable[[dict[str, Any]], object], part: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from moe_core.kernels.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
 from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
 from moe_core.kernels.gemm.plan import TilePlan
-from moe_core.kernels.tuning.candidates import neighbours
+from moe_core.kernels.tuning.candidates import neighbors
 from moe_core.kernels.tuning.limits import Plan, own_plans, refusals, rounding
 from moe_core.kernels.tuning.search import AHEAD, search
 
@@ -100,7 +100,7 @@ def test_what_scatters_is_no_gain() -> None:
 
 def test_what_fails_is_passed_over() -> None:
     rig = Formula(INT4, warps_and_stages)
-    rig.broken = {plan for plan in neighbours(INT4, launch_plan(INT4, 64), 64, 64) if isinstance(plan, TilePlan)}
+    rig.broken = {plan for plan in neighbors(INT4, launch_plan(INT4, 64), 64, 64) if isinstance(plan, TilePlan)}
     one = search(INT4, [64], rig, seconds=400, clock=lambda: rig.now)[0]
     assert one.plan == launch_plan(INT4, 64)
     # all fail, the built-in one too
@@ -110,11 +110,11 @@ def test_what_fails_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_neighbours_are_possible_and_round_alike(name: str) -> None:
+def test_neighbors_are_possible_and_round_alike(name: str) -> None:
     problem = PROBLEMS[name]
     for tokens in (1, 16, 64, 300, 2000, 16384):
         default = launch_plan(problem, tokens)
-        found = set(neighbours(problem, default, tokens, tokens))
+        found = set(neighbors(problem, default, tokens, tokens))
         assert len(found) >= 5
         for plan in found:
             assert not refusals(problem, plan, tokens, tokens)
@@ -126,37 +126,37 @@ def test_neighbours_are_possible_and_round_alike(name: str) -> None:
 def test_kernels_that_round_otherwise_are_no_candidates() -> None:
     """Sums of e4m3 in the tensor cores hold fewer bits: as long as nobody asks, that is the heuristics' choice."""
     e4m3, blocks = PROBLEMS["e4m3"], PROBLEMS["e4m3 blocks"]
-    assert any(plan.gemm1.warp_specialised for plan in own_plans(e4m3))
+    assert any(plan.gemm1.warp_specialized for plan in own_plans(e4m3))
 
-    def specialised(problem: LayerProblem, tokens: int) -> set[bool]:
-        found = neighbours(problem, launch_plan(problem, tokens), tokens, tokens)
-        return {plan.gemm1.warp_specialised for plan in found if isinstance(plan, TilePlan)}
+    def specialized(problem: LayerProblem, tokens: int) -> set[bool]:
+        found = neighbors(problem, launch_plan(problem, tokens), tokens, tokens)
+        return {plan.gemm1.warp_specialized for plan in found if isinstance(plan, TilePlan)}
 
-    assert specialised(e4m3, 64) == {False}
+    assert specialized(e4m3, 64) == {False}
     # the same sums in both kernels: block by block
-    assert specialised(blocks, 640) == {False, True}
+    assert specialized(blocks, 640) == {False, True}
 
 
-def test_the_warp_specialised_kernel_keeps_its_tiles() -> None:
+def test_the_warp_specialized_kernel_keeps_its_tiles() -> None:
     """Pairs are sorted into tiles for both products: those of one may be none that the other's kernel takes."""
     problem = PROBLEMS["e4m3 blocks"]
     plan = launch_plan(problem, 2000)
-    assert plan.gemm1.warp_specialised
-    other = replace(plan, gemm2=replace(plan.gemm2, block_m=256, warp_specialised=False))
-    assert "gemm1: the warp-specialised kernel does not take tiles of 256 rows" in refusals(problem, other, 2000, 2000)
+    assert plan.gemm1.warp_specialized
+    other = replace(plan, gemm2=replace(plan.gemm2, block_m=256, warp_specialized=False))
+    assert "gemm1: the warp-specialized kernel does not take tiles of 256 rows" in refusals(problem, other, 2000, 2000)
     assert all(
         found.block_m == plan.block_m
-        for found in neighbours(problem, plan, 2000, 2000)
-        if isinstance(found, TilePlan) and (found.gemm1.warp_specialised or found.gemm2.warp_specialised)
+        for found in neighbors(problem, plan, 2000, 2000)
+        if isinstance(found, TilePlan) and (found.gemm1.warp_specialized or found.gemm2.warp_specialized)
     )
 
 
 def test_registers_go_with_the_tile() -> None:
-    problem = replace(INT4, permuted=True)  # has no warp-specialised kernel
+    problem = replace(INT4, permuted=True)  # has no warp-specialized kernel
     plan = launch_plan(problem, 256)
     assert (plan.gemm2.block_m, plan.gemm2.max_registers) == (32, 168)
     found: dict[tuple[int, int], set[int]] = {}
-    for other in neighbours(problem, plan, 256, 256):
+    for other in neighbors(problem, plan, 256, 256):
         if isinstance(other, TilePlan):
             found.setdefault((other.gemm2.block_m, other.gemm2.num_warps), set()).add(other.gemm2.max_registers)
     assert found[32, 4] == {0, 168}
@@ -175,11 +175,11 @@ def test_vectors_are_tried_with_and_without_finalize() -> None:
         assert plan is not None
         flipped = [
             other
-            for other in neighbours(problem, plan, 1, 1)
+            for other in neighbors(problem, plan, 1, 1)
             if isinstance(other, GemvPlan) and other.fuse_finalize != plan.fuse_finalize
         ]
         assert [other.fuse_finalize for other in flipped] == others
     # mixtral in int8: 16 rows of one pair, 32 of both; and back
     two = flipped[0]
     assert (two.gemm2.block_n, two.gemm2.num_warps) == (32, 4)
-    assert plan in set(neighbours(problem, two, 1, 1))
+    assert plan in set(neighbors(problem, two, 1, 1))

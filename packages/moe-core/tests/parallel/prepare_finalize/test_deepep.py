@@ -34,12 +34,12 @@ def test_what_it_claims() -> None:
     assert DeepEPPrepareAndFinalize.claims.verified_on == ()
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_a_rank_without_tokens_sends_one_that_goes_nowhere(quantised: bool) -> None:
-    values = torch.zeros(0, 256).to(torch.float8_e4m3fn if quantised else torch.bfloat16)
-    scale = torch.zeros(0, 2) if quantised else None
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_rank_without_tokens_sends_one_that_goes_nowhere(quantized: bool) -> None:
+    values = torch.zeros(0, 256).to(torch.float8_e4m3fn if quantized else torch.bfloat16)
+    scale = torch.zeros(0, 2) if quantized else None
     given = dispatch_arguments(Tokens(values, scale, torch.zeros(0, 2), torch.zeros(0, 2).int()), 64, 0)
-    hidden = given["x"][0] if quantised else given["x"]
+    hidden = given["x"][0] if quantized else given["x"]
     assert hidden.shape == (1, 256)
     assert given["topk_idx"].tolist() == [[-1, -1]]
     assert given["num_max_tokens_per_rank"] == 1

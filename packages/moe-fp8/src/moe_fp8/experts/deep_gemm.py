@@ -68,7 +68,7 @@ _CLAIMS = Claims(
     keeps_nan=False,
     requires=(DEEP_GEMM, TRITON),
     verified_on=("NVIDIA H200 (sm90)",),
-    notes="on sm100 scales are powers of two: those of activations, and weights whose scales are none are quantised "
+    notes="on sm100 scales are powers of two: those of activations, and weights whose scales are none are quantized "
     "anew; kernels are compiled when a shape is first used",
 )
 
@@ -122,7 +122,7 @@ class DeepGemmExperts(FusedMoEExpertsModular):
             ("w2_scale", weights.w2_scale, weights.w2),
         ):
             if scale is None:
-                raise TensorError(f"{name} is missing: the weights are quantised as {weights.weight_key}")
+                raise TensorError(f"{name} is missing: the weights are quantized as {weights.weight_key}")
             scales.append(packed_exponents(scale, matrix.shape[1]) if self.power_of_two else scale.contiguous())
         return KernelWeights(
             w13=weights.w13.contiguous(),

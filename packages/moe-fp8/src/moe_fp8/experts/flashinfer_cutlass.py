@@ -41,7 +41,7 @@ from moe_fp8.libraries import FLASHINFER
 from moe_fp8.libraries.requantize import expert_slices, rescaled, shared_ratio, shared_scale
 
 _CLAIMS = cutlass_claims(
-    "gate and up are quantised anew under the larger of their scales, and x under the largest of the experts' "
+    "gate and up are quantized anew under the larger of their scales, and x under the largest of the experts' "
     "input scales",
     keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
     hidden_multiple=32,

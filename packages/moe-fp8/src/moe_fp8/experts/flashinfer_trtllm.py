@@ -69,7 +69,7 @@ _BLOCK_CLAIMS = trtllm_claims(
     requires=(FLASHINFER, TRITON),
 )
 _TENSOR_CLAIMS = trtllm_claims(
-    "x is quantised under the largest of the experts' input scales",
+    "x is quantized under the largest of the experts' input scales",
     keys=((kFp8StaticTensorSym, kFp8StaticTensorSym),),
     activations=frozenset({MoEActivation.SILU, MoEActivation.RELU2_NO_MUL}),
     activation_limit=False,

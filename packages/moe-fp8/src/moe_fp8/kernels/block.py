@@ -24,7 +24,7 @@ from moe_core.api.kernels import (
     GemmWeight,
     GroupScheme,
     TileFunctions,
-    WarpSpecialisedGemm,
+    WarpSpecializedGemm,
     as_column,
     as_row,
     factor_e4m3,
@@ -128,9 +128,9 @@ def block_weight(
     """
     block_n, block_k = block_shape
     strides = scales.stride(0), scales.stride(1), tl.constexpr(block_n)
-    warp_specialised = None
+    warp_specialized = None
     if block_shape in HOPPER_BLOCKS:
-        warp_specialised = WarpSpecialisedGemm(weights, _functions, (scales, *strides), block_k)
+        warp_specialized = WarpSpecializedGemm(weights, _functions, (scales, *strides), block_k)
     return GemmWeight(
         (weights, scales, *weight_strides(weights, block_k), *strides),
         rows,
@@ -138,7 +138,7 @@ def block_weight(
         lambda config: _TILE,
         block_k,
         bias,
-        warp_specialised=warp_specialised,
+        warp_specialized=warp_specialized,
         tile_config=partial(_tile_config, block_n),
     )
 
@@ -154,6 +154,6 @@ def _tile_config(block_n: int, config: TileConfig) -> TileConfig:
 
     If scales differ among the columns of a tile, the registers do not suffice for 128 rows of gate and up.
     """
-    if config.warp_specialised and block_n < config.block_n:
+    if config.warp_specialized and block_n < config.block_n:
         return replace(config, block_m=min(config.block_m, 64))
     return config

@@ -292,7 +292,7 @@ class Int8Layout(QuantizedLayout):
                 check_stated_shape(layer, projection, size, experts)
             elif suffix == "pre_quant_scale":
                 raise CheckpointError(
-                    f"{name} scales the activations of each column before they are quantised (SmoothQuant), "
+                    f"{name} scales the activations of each column before they are quantized (SmoothQuant), "
                     "which no INT8 backend does: export the model with smoothing folded into its weights"
                 )
             else:

@@ -59,7 +59,7 @@ class TritonMxfp4Experts(GroupedExperts):
         formats=frozenset({FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED}),
         requires=(TRITON,),
         verified_on=("NVIDIA H100 (sm90)", "NVIDIA H200 (sm90)"),
-        notes="quantised activations are multiplied as bfloat16 numbers; on sm_100 and gfx950 MXFP8 ones are not",
+        notes="quantized activations are multiplied as bfloat16 numbers; on sm_100 and gfx950 MXFP8 ones are not",
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:

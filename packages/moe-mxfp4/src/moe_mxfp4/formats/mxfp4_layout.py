@@ -105,7 +105,7 @@ class Mxfp4Layout(QuantizedLayout):
         rows, cols = size
         weight = self._weight(projection)
         if layer.dtype(projection, weight) in _FLOATS:
-            raise self._unquantised(projection, weight)
+            raise self._unquantized(projection, weight)
         if cols % (GROUP if weight == "blocks" else 2):
             holds = "blocks hold 32 columns" if weight == "blocks" else "a byte holds 2 columns"
             raise CheckpointError(
@@ -157,7 +157,7 @@ class Mxfp4Layout(QuantizedLayout):
         name = f"{module_name(layer, projection)}{separator}{suffix}"
         return CheckpointError(f"{missing_tensor(layer, name)} ({self.storage.why})")
 
-    def _unquantised(self, projection: str, weight: str) -> CheckpointError:
+    def _unquantized(self, projection: str, weight: str) -> CheckpointError:
         """Build the error for a 16-bit projection next to quantized ones.
 
         Tools leave matrices unquantized whose sizes do not fit the groups.
@@ -168,7 +168,7 @@ class Mxfp4Layout(QuantizedLayout):
         for other in sorted(layer.projections):
             suffix = one_suffix(layer, other, WEIGHTS)
             if suffix is not None and layer.dtype(other, suffix) is torch.uint8:
-                text += f" as {layer.name(0, other, suffix)}: all matrices of a layer's experts must be quantised alike"
+                text += f" as {layer.name(0, other, suffix)}: all matrices of a layer's experts must be quantized alike"
                 break
         return CheckpointError(f"{text} ({self.storage.why})")
 

@@ -125,7 +125,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
     @property
     def _key(self) -> QuantKey:
         if self.weight_key is None:
-            raise ConfigError(f"{type(self).__name__} reads quantised weights: the weight key is missing")
+            raise ConfigError(f"{type(self).__name__} reads quantized weights: the weight key is missing")
         return self.weight_key
 
     def layer_arguments(self, rows: int, cols: int) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class AutoRoundFormat(QuantizedFormat):
         bits = settings.bits
         if settings.data_type != "int" or bits not in BITS:
             return f"data_type is {settings.data_type!r} with {bits} bits, expected 'int' with 4 or 8"
-        if settings.quantised_inputs is not None:
-            return settings.quantised_inputs
+        if settings.quantized_inputs is not None:
+            return settings.quantized_inputs
         packing = _packing(settings.entries, bits)
         if isinstance(packing, str):
             return packing

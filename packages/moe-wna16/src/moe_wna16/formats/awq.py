@@ -30,8 +30,8 @@ class AwqFormat(QuantizedFormat):
                 return f"{name} is {found!r}, expected 'gemm'"
         if settings.bits != 4:
             return f"bits is {settings.bits}, expected 4"
-        if settings.quantised_inputs is not None:
-            return settings.quantised_inputs
+        if settings.quantized_inputs is not None:
+            return settings.quantized_inputs
         return WNA16Storage(
             AwqPacking(4), settings.group_size, not entries.boolean("zero_point", True), settings.summary
         )

@@ -35,8 +35,8 @@ class GptqFormat(QuantizedFormat):
         bits = settings.bits
         if bits not in BITS:
             return f"bits is {bits}, expected 4 or 8"
-        if settings.quantised_inputs is not None:
-            return settings.quantised_inputs
+        if settings.quantized_inputs is not None:
+            return settings.quantized_inputs
         version_1 = ZeroPoints.WORDS_MINUS_ONE if _is_gptqmodels(quantization) else ZeroPoints.MINUS_ONE
         stored = GptqPacking(bits, ZeroPoints.AS_IT_IS if named == "gptq_v2" else version_1)
         return WNA16Storage(

@@ -118,7 +118,7 @@ class WNA16Layout(QuantizedLayout):
         if not layer.has(projection, packing.weight):
             raise self._missing(projection, packing.weight)
         if layer.dtype(projection, packing.weight) in _FLOATS:
-            self._refuse_unquantised(projection)
+            self._refuse_unquantized(projection)
         unfit = packing.unfit(rows, cols)
         if unfit is not None:
             raise CheckpointError(f"{layer.name(0, projection, packing.weight)}: {unfit} ({self.sized})")
@@ -184,11 +184,11 @@ class WNA16Layout(QuantizedLayout):
                 )
 
     def _missing(self, projection: str, suffix: str) -> CheckpointError:
-        self._refuse_unquantised(projection)
+        self._refuse_unquantized(projection)
         name = f"{module_name(self.layer, projection)}{self.storage.packing.joint}{suffix}"
         return CheckpointError(f"{missing_tensor(self.layer, name)} ({self.storage.why})")
 
-    def _refuse_unquantised(self, projection: str) -> None:
+    def _refuse_unquantized(self, projection: str) -> None:
         """Raise CheckpointError for a 16-bit projection next to quantized ones."""
         layer, suffix = self.layer, self.storage.packing.weight
         if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in _FLOATS:
@@ -199,7 +199,7 @@ class WNA16Layout(QuantizedLayout):
             if layer.has(other, suffix) and layer.dtype(other, suffix) not in _FLOATS:
                 raise CheckpointError(
                     f"{name} has dtype {found}, expected {suffix} as {layer.name(0, other, suffix)}: all matrices of a "
-                    "layer's experts must be quantised alike"
+                    "layer's experts must be quantized alike"
                 )
         raise CheckpointError(f"{name} has dtype {found}, expected {suffix} ({self.storage.why})")
 

@@ -116,7 +116,7 @@ def _per_call(why: str, hidden_act: str = "silu") -> Family:
 _MIXTRAL = Family(renormalize=True)
 _GRANITE = Family(renormalize=True, selected_only=True)
 _DEEPSEEK_V2 = Family(reads={"topk_method": "greedy", SCALE: 1.0, GROUPS: None, TOP_GROUPS: None})
-_GEMMA = _per_call("its router normalises the hidden states and scales each expert's weight", "gelu_pytorch_tanh")
+_GEMMA = _per_call("its router normalizes the hidden states and scales each expert's weight", "gelu_pytorch_tanh")
 
 FAMILIES: dict[str, Family] = {
     "afmoe": _biased(**{SCALE: 1.0}),
@@ -242,7 +242,7 @@ REFUSED: dict[str, str] = {
     "inkling2": "soft caps bound its experts' gate and up",
     "inkling2_loop": "soft caps bound its experts' gate and up",
     "jetmoe": "its attention has experts too, and a bias is added to the experts' sum",
-    "muse_spark": "each expert's output is normalised",
+    "muse_spark": "each expert's output is normalized",
     "nllb-moe": "its experts have a capacity, and tokens beyond it are left out",
     "switch_transformers": "its experts have a capacity, and tokens beyond it are left out",
     "vitpose_backbone": "its experts are chosen by the data set",

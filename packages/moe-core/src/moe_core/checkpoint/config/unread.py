@@ -53,5 +53,5 @@ def unread_entries(entries: ConfigKeys, family: Family, *, routing: bool, activa
 
 
 def _changes_experts(words: frozenset[str]) -> bool:
-    normalised = "norm" in words and bool(words & {"expert", "experts"})
-    return normalised or bool(words & _MARKS and words & _EXPERTS)
+    normalized = "norm" in words and bool(words & {"expert", "experts"})
+    return normalized or bool(words & _MARKS and words & _EXPERTS)

@@ -63,7 +63,7 @@ class QuantizedLayout(ExpertLayout):
         """
         if self.storage.activation is not None and self.storage.activation.is_static:
             return
-        used = self.activation_key or "not quantised"
+        used = self.activation_key or "not quantized"
         name = self.layer.name(0, projection, suffix)
         text = f"{name} is not used: activations are {used} ({self.storage.why})"
         warnings.warn(text, CheckpointWarning, stacklevel=2)

@@ -111,7 +111,7 @@ def check_stated_shape(
 
 
 def refuse_mixed(
-    layer: LayerExperts, projection: str, plain: Sequence[torch.dtype], quantised: Sequence[torch.dtype]
+    layer: LayerExperts, projection: str, plain: Sequence[torch.dtype], quantized: Sequence[torch.dtype]
 ) -> None:
     """Refuse layers in which one projection is quantized and another is not.
 
@@ -121,7 +121,7 @@ def refuse_mixed(
         layer: The layer's expert tensors.
         projection: The projection to check.
         plain: dtypes of unquantized weights.
-        quantised: dtypes of quantized weights.
+        quantized: dtypes of quantized weights.
 
     Raises:
         CheckpointError: ``projection`` is unquantized and another projection is quantized.
@@ -129,9 +129,9 @@ def refuse_mixed(
     if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in plain:
         return
     for other in sorted(layer.projections):
-        if layer.has(other, "weight") and layer.dtype(other, "weight") in quantised:
+        if layer.has(other, "weight") and layer.dtype(other, "weight") in quantized:
             found, expected = (str(layer.dtype(p, "weight")).removeprefix("torch.") for p in (projection, other))
             raise CheckpointError(
                 f"{layer.name(0, projection, 'weight')} has dtype {found}, expected {expected} as "
-                f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantised alike"
+                f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantized alike"
             )

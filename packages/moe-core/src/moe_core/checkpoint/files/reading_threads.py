@@ -126,18 +126,18 @@ def _threads(count: int, name: str, begin: Callable[[], None] | None = None) -> 
 
     Each new thread calls ``begin``. A thread is started only when there is work for it.
     """
-    initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     # The device is passed by index: torch finds no device if GPUs were hidden after the process initialized CUDA.
-    stream = torch.cuda.current_stream(torch.cuda.current_device()) if initialised else None
+    stream = torch.cuda.current_stream(torch.cuda.current_device()) if initialized else None
 
-    def initialise() -> None:
+    def initialize() -> None:
         if stream is not None:
             torch.cuda.set_device(stream.device)
             torch.cuda.set_stream(stream)
         if begin is not None:
             begin()
 
-    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=initialise)
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=initialize)
 
 
 def _in_modes(job: Callable[[S], T]) -> Callable[[S], T]:

@@ -11,7 +11,7 @@ from typing import Any
 
 INSTEAD = (
     "read are safetensors in FP8, MXFP8, INT8, MXFP4, and INT4 or INT8 in groups (GPTQ, AWQ, AutoRound, "
-    "compressed-tensors): take such a checkpoint of the model, or its 16-bit one, to be quantised at load (--quantize)"
+    "compressed-tensors): take such a checkpoint of the model, or its 16-bit one, to be quantized at load (--quantize)"
 )
 
 #: Formats by file suffix.

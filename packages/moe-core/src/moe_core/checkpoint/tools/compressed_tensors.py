@@ -146,7 +146,7 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
         raise CheckpointError(f"{file}: config_groups is {short(groups)}, expected an object with groups")
     entries = {name: group for name, group in groups.items() if isinstance(group, dict) and group.get("weights")}
     if not entries:
-        raise CheckpointError(f"{file}: no group of config_groups says how weights are quantised")
+        raise CheckpointError(f"{file}: no group of config_groups says how weights are quantized")
     modules = [module for _, _, module in expert_modules(layer)]
     _refuse_transforms(QuantEntries(quantization, file), modules, layer)
     owners = _owners({name: _listed(group) for name, group in entries.items()}, f"{file}: config_groups", layer)
@@ -161,14 +161,14 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
     for name in () if layer.is_linear else chosen:
         group = QuantEntries(entries[name], f"{file}: config_groups.{name}")
         if group.part("output_activations") is not None:
-            raise group.error("output_activations", "null: outputs of experts are not quantised here")
+            raise group.error("output_activations", "null: outputs of experts are not quantized here")
     first = parsed[0]
     for other in parsed[1:]:
         if (other.weights, other.inputs, other.format) != (first.weights, first.inputs, first.format):
             raise CheckpointError(
                 f"{file}: {chosen[first.name]} has {first.weights} weights ({first.where}), {chosen[other.name]} has "
                 f"{other.weights} ({other.where}): {_difference(first, other)}; all matrices of a layer's experts must "
-                "be quantised alike"
+                "be quantized alike"
             )
     return first
 
@@ -181,7 +181,7 @@ def _difference(one: QuantGroup, other: QuantGroup) -> str:
     ):
         if mine is None or theirs is None or mine == theirs:
             if mine != theirs:
-                return f"{name} are {mine or 'not quantised'} and {theirs or 'not quantised'}"
+                return f"{name} are {mine or 'not quantized'} and {theirs or 'not quantized'}"
             continue
         key = next(part.name for part in fields(mine) if getattr(mine, part.name) != getattr(theirs, part.name))
         return f"{key} of {name} is {getattr(mine, key)!r} and {getattr(theirs, key)!r}"

@@ -53,7 +53,7 @@ class GptqSettings:
         return self.entries.integer("act_bits", 16)
 
     @property
-    def quantised_inputs(self) -> str | None:
+    def quantized_inputs(self) -> str | None:
         """Why the activations do not have 16 (or 32) bits, as one clause; None if they do."""
         return None if self.act_bits in (16, 32) else f"act_bits is {self.act_bits}, expected 16"
 

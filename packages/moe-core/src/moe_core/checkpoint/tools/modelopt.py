@@ -72,8 +72,8 @@ def _quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[s
         found.setdefault(algorithm.upper(), part)
     if len(found) > 1:
         raise CheckpointError(
-            f"{layers.where}: the experts of {layer.prefix} are quantised by {' and by '.join(sorted(found))}; "
-            "all matrices of a layer's experts must be quantised alike"
+            f"{layers.where}: the experts of {layer.prefix} are quantized by {' and by '.join(sorted(found))}; "
+            "all matrices of a layer's experts must be quantized alike"
         )
     return next(iter(found.items()))
 

@@ -57,7 +57,7 @@ def with_overrides(entries: QuantEntries, part: str, layer: LayerExperts) -> Qua
             if values[0] != values[1]:
                 raise CheckpointError(
                     f"{overrides.where}: {name} is {short(values[0])} for {first[0]} and {short(values[1])} for "
-                    f"{module}; all matrices of a layer's experts must be quantised alike"
+                    f"{module}; all matrices of a layer's experts must be quantized alike"
                 )
     return entries if first is None else QuantEntries({**entries.entries, **first[1]}, entries.where)
 

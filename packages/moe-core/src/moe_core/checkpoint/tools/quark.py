@@ -160,15 +160,15 @@ def _quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkL
     for other in others:
         if other.entries != first.entries:
             raise CheckpointError(
-                f"the experts of {layer.prefix} are quantised differently ({first.where} and {other.where}); "
-                "all matrices of a layer's experts must be quantised alike"
+                f"the experts of {layer.prefix} are quantized differently ({first.where} and {other.where}); "
+                "all matrices of a layer's experts must be quantized alike"
             )
     weight, inputs = first.part("weight"), first.part("input_tensors")
     if weight is None:
         return f"{first.where}: weight is null"
     # Output scales of a linear layer (such as keys for an FP8 KV cache) do not affect its weight.
     if first.part("output_tensors") is not None and not layer.is_linear:
-        return f"{first.where}: output_tensors are quantised, expected null"
+        return f"{first.where}: output_tensors are quantized, expected null"
     return QuarkLayer(first.where, QuarkArgs(weight), None if inputs is None else QuarkArgs(inputs))
 
 

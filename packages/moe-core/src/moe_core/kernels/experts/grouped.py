@@ -254,7 +254,7 @@ class GroupedExperts(FusedMoEExpertsModular):
         quant = weights.quant_config
         scale, bias = (quant.w1_scale, quant.w1_bias) if name == "w13" else (quant.w2_scale, quant.w2_bias)
         if scale is None:
-            raise TensorError("the quant config of quantised weights holds w1_scale and w2_scale")
+            raise TensorError("the quant config of quantized weights holds w1_scale and w2_scale")
         return scale, bias
 
     def input_scales(self, weights: MoEWeights) -> tuple[Tensor | None, Tensor | None]:

@@ -35,7 +35,7 @@ class ScaledMMExperts(ScaledGemvExperts):
         if key is not None and key.is_static:
             return "static"
         if key is None or not (key.group_shape.is_per_row or key.group_shape.is_per_tensor):
-            raise TensorError(f"activations are quantised per token, per tensor or statically here, the key is {key}")
+            raise TensorError(f"activations are quantized per token, per tensor or statically here, the key is {key}")
         return "token" if key.group_shape.is_per_row else "tensor"
 
     @property

@@ -23,7 +23,7 @@ class TileConfig:
         swap_ab: Whether to compute the transposed tile, with the weights as the first operand.
         tma: Whether to read weights through TMA descriptors.
         split_k: Number of programs that share the k loop of a tile.
-        warp_specialised: Whether to use the scheme's warp-specialized kernel where one is applicable. Otherwise the
+        warp_specialized: Whether to use the scheme's warp-specialized kernel where one is applicable. Otherwise the
             tile kernel runs with the remaining fields.
         uniform: Whether to scale products in the way that every tile height supports, even if this height has a faster
             way.
@@ -40,7 +40,7 @@ class TileConfig:
     swap_ab: bool = False
     tma: bool = False
     split_k: int = 1
-    warp_specialised: bool = False
+    warp_specialized: bool = False
     uniform: bool = False
     short_tiles: bool = False
     max_registers: int = 0
@@ -74,5 +74,5 @@ class TilePlan:
 
         These are dependent launches and warp specialization.
         """
-        gemm1, gemm2 = (replace(config, warp_specialised=False) for config in (self.gemm1, self.gemm2))
+        gemm1, gemm2 = (replace(config, warp_specialized=False) for config in (self.gemm1, self.gemm2))
         return TilePlan(gemm1, gemm2)

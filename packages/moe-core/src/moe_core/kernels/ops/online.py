@@ -65,7 +65,7 @@ class OnlineQuantization:
             TensorError: If the weights are already quantized, or their shapes contradict each other.
         """
         if weights.weight_key is not None:
-            raise TensorError(f"{self.name} quantises 16-bit weights, these are {weights.weight_key}")
+            raise TensorError(f"{self.name} quantizes 16-bit weights, these are {weights.weight_key}")
         check_shape("w13", weights.w13, ("E", "2N or N", "K"))
         check_shape("w2", weights.w2, (weights.w13.shape[0], weights.w13.shape[2], "N"))
         rows, inter = weights.w13.shape[1], weights.w2.shape[2]

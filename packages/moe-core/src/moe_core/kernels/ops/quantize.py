@@ -198,7 +198,7 @@ def _check_key(
     shape = key.group_shape
     plain = key.packing is None and not key.permuted and not key.pre_scaled
     if key.dtype not in _CODES or not plain:
-        raise ConfigError(f"activations are quantised to e4m3 or int8, not packed or permuted, the key is {key}")
+        raise ConfigError(f"activations are quantized to e4m3 or int8, not packed or permuted, the key is {key}")
     if key.symmetric is asymmetric:
         name = "quantize_activation" if asymmetric else "quantize_activation_asymmetric"
         raise ConfigError(f"the key is {key}: use {name}")

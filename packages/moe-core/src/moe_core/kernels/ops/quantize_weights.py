@@ -61,7 +61,7 @@ def quantize_weights(
     check_shape("w", w, ("E", "rows", "K"))
     check_dtype("w", w, FLOATS)
     if key.permuted:
-        raise ConfigError(f"weights of permuted columns are not quantised here, the key is {key}")
+        raise ConfigError(f"weights of permuted columns are not quantized here, the key is {key}")
     experts, rows, cols = w.shape
     if parts < 1 or rows % parts:
         raise TensorError(f"{rows} rows are no {parts} stacked matrices of equal height")
@@ -109,7 +109,7 @@ def _unsupported(key: QuantKey, w: Tensor) -> str | None:
             None if w.shape[2] % group.col == 0 else f"groups are whole, w has {w.shape[2]} columns; the key is {key}"
         )
     if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or not key.symmetric:
-        return f"weights are quantised to MXFP4, or e4m3 or int8, symmetric; the key is {key}"
+        return f"weights are quantized to MXFP4, or e4m3 or int8, symmetric; the key is {key}"
     if key.scale.rounding != "up":
         return f"scales are rounded up, the key is {key}"
     in_groups = group.row == 1 and group.col > 0

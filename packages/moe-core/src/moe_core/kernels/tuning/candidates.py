@@ -19,7 +19,7 @@ ORDER = (
 )
 
 
-def neighbours(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iterator[Plan]:
+def neighbors(problem: LayerProblem, plan: Plan, first: int, last: int) -> Iterator[Plan]:
     """Yield valid plans that differ from ``plan`` in one respect.
 
     First come single steps of one field, of one GEMM or of both. Then come the heuristics' plans for other numbers of

@@ -82,7 +82,7 @@ def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
         cores keep running sums.
     """
     plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
-    running = config.warp_specialised and problem.family == "scaled_mm" and not sums_alike(problem)
+    running = config.warp_specialized and problem.family == "scaled_mm" and not sums_alike(problem)
     return config.block_m <= FEW and not plain, running
 
 
@@ -110,9 +110,9 @@ def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[s
         of_gemm = [getattr(one, name) for one in own]
         found += [f"{name}: {reason}" for reason in _of_tiles(problem, name, getattr(plan, name), of_gemm, last)]
         config, allowed = getattr(plan, name), set()
-        heights = {one.block_m for one in own if getattr(one, name).warp_specialised}
-        if config.warp_specialised and plan.block_m not in heights:
-            found.append(f"{name}: the warp-specialised kernel does not take tiles of {plan.block_m} rows")
+        heights = {one.block_m for one in own if getattr(one, name).warp_specialized}
+        if config.warp_specialized and plan.block_m not in heights:
+            found.append(f"{name}: the warp-specialized kernel does not take tiles of {plan.block_m} rows")
         for one in edges:
             allowed.add(rounding(problem, getattr(one, name)))
         if rounding(problem, config) not in allowed:
@@ -189,8 +189,8 @@ def _of_tiles(
         yield f"max_registers is {config.max_registers}, expected one of {sorted(possible)} for such a tile"
     if config.block_n not in widths(problem, name):
         yield f"block_n is {config.block_n}, expected one of {sorted(widths(problem, name))}"
-    if config.warp_specialised and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
-        yield "the warp-specialised kernel has tiles of its own: only group_m is free"
+    if config.warp_specialized and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
+        yield "the warp-specialized kernel has tiles of its own: only group_m is free"
     if config.split_k > 1:
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
         # float32 operands have a single plan; 8-bit activations of a float32 layer are not float32 operands

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from moe_core.kernels.gemm.heuristics import LayerProblem
 from moe_core.kernels.gemm.heuristics.tuned import TunedRange
-from moe_core.kernels.tuning.candidates import neighbours
+from moe_core.kernels.tuning.candidates import neighbors
 from moe_core.kernels.tuning.limits import Plan, refusals
 
 #: fraction of the time a plan must save to replace the built-in one
@@ -81,7 +81,7 @@ class _Point:
 
     def look_around(self, problem: LayerProblem) -> None:
         """Put the neighbors of the best plan in front of the queue."""
-        fresh = dict.fromkeys(neighbours(problem, self.best, self.first, self.last))
+        fresh = dict.fromkeys(neighbors(problem, self.best, self.first, self.last))
         self.queue = [plan for plan in dict.fromkeys((*fresh, *self.queue)) if plan not in self.seen]
 
     def hear_of(self, plan: Plan, problem: LayerProblem) -> None:

@@ -129,8 +129,8 @@ def layer_facts(
         "dp_size": str(parallel.dp_size),
         "all2all_backend": parallel.all2all_backend,
         "prepare/finalize": prepare_finalize,
-        "the quantisation of weights": key_name(experts.weight_key),
-        "the quantisation of activations": key_name(experts.activation_key),
+        "the quantization of weights": key_name(experts.weight_key),
+        "the quantization of activations": key_name(experts.activation_key),
         # Ranks with the same tp_rank hold the same columns of their experts.
         f"intermediate_size of tp_rank {parallel.tp_rank}": str(config.intermediate_size),
         "the form in which tokens travel": key_name(experts.activation_key if experts.takes_quantized else None),

@@ -111,7 +111,7 @@ class ParallelGroups(SharedByCopies):
         if members != sorted(set(members)):
             raise ConfigError(
                 f"the layer's ranks are {members}, expected ascending ones, as torch's groups have them: "
-                "tensor-parallel neighbours are adjacent, so a mesh is (ep, tp)"
+                "tensor-parallel neighbors are adjacent, so a mesh is (ep, tp)"
             )
         if me not in members:
             raise ConfigError(f"this process is rank {me}, which is none of the layer's ranks {members}")

@@ -63,22 +63,22 @@ class Layers:
 
     Attributes:
         changes: Fields of :attr:`KnownFaultTests.layer` to replace.
-        quantised: Whether to use quantized activations only.
+        quantized: Whether to use quantized activations only.
         modules: Whether to use only experts that a FusedMoELayer accepts.
     """
 
     changes: dict[str, Any]
-    quantised: bool = False
+    quantized: bool = False
     modules: bool = False
 
 
-def on(*, quantised: bool = False, modules: bool = False, **changes: Any) -> Callable[[Test], Test]:
+def on(*, quantized: bool = False, modules: bool = False, **changes: Any) -> Callable[[Test], Test]:
     """Run a test on :class:`Layers`, for every class and pair of keys that accepts them.
 
     Several such decorators run the test on the layers of each.
 
     Args:
-        quantised: Whether to use quantized activations only.
+        quantized: Whether to use quantized activations only.
         modules: Whether to use only experts that a FusedMoELayer accepts.
         **changes: Fields of :attr:`KnownFaultTests.layer` to replace.
 
@@ -87,7 +87,7 @@ def on(*, quantised: bool = False, modules: bool = False, **changes: Any) -> Cal
     """
 
     def mark(test: Test) -> Test:
-        test.__dict__.setdefault("layers", []).append(Layers(changes, quantised, modules))
+        test.__dict__.setdefault("layers", []).append(Layers(changes, quantized, modules))
         return test
 
     return mark
@@ -127,7 +127,7 @@ class KnownFaultTests:
             The runs.
         """
         here = Environment.current()
-        tokens = _MANY if layers.quantised else _FEW
+        tokens = _MANY if layers.quantized else _FEW
         for backend in registry().oracle(cls.scheme).table():
             for experts in backend.load():
                 place = place_for(experts.claims)
@@ -141,7 +141,7 @@ class KnownFaultTests:
                     batched = FusedMoEActivationFormat.BATCHED
                     config = replace(config, activation_format=batched, max_num_tokens=tokens)
                 for keys in cls.keys:
-                    if layers.quantised and keys[1] is None:
+                    if layers.quantized and keys[1] is None:
                         continue
                     if not experts.unsupported_reasons(config, *keys, place.target, here):
                         yield Run(backend.name, experts, place, Case("values", config, *keys, tokens))
@@ -202,8 +202,8 @@ class KnownFaultTests:
         """Fault: adapters were claimed by a base class and ignored."""
         self.check(run)
 
-    @on(quantised=True)
-    def test_activations_are_quantised_where_asked(self, run: Run) -> None:
+    @on(quantized=True)
+    def test_activations_are_quantized_where_asked(self, run: Run) -> None:
         """Fault: a weight-only backend was chosen, with the result of 16-bit activations.
 
         In a space of that many dimensions, implementation errors do not point from one result to the other by chance.

@@ -158,7 +158,7 @@ class OnlineTests:
         """Checkpoint folder with 16-bit experts."""
         return self.checkpoint(tmp_path)
 
-    def test_moe_run_quantises_what_it_loads(self, name: str, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    def test_moe_run_quantizes_what_it_loads(self, name: str, folder: Path, tmp_path: Path, capsys: Any) -> None:
         """Check that the output is the quantized layer's and that the report states what was made."""
         from safetensors.torch import load_file, save_file
 
@@ -181,7 +181,7 @@ class OnlineTests:
         expected = expected_output(x, weights, source.config, topk_weights=topk_weights, topk_ids=topk_ids)
         expected.compare(load_file(out)["output"], name)
 
-    def test_the_quantised_weights(self, name: str) -> None:
+    def test_the_quantized_weights(self, name: str) -> None:
         """Check the rules of the reference for both matrices, with biases and without a gate."""
         self.check_weights(name, torch.bfloat16)
 
@@ -244,7 +244,7 @@ class OnlineTests:
         """Check that the layer equals a prequantized one and that reloading quantizes in place."""
         config = self.layer(has_bias=True)
         layer = FusedMoELayer.from_weights(self.scheme, config, self.sixteen_bit(bias=True), quantize=name, copy=True)
-        quantised = self.quantize(self.sixteen_bit(bias=True), name)
+        quantized = self.quantize(self.sixteen_bit(bias=True), name)
         generator = torch.Generator().manual_seed(2)
         x = torch.randn(5, HIDDEN, generator=generator).bfloat16()
         topk_weights, topk_ids = torch.rand(5, EXPERTS, generator=generator).topk(TOP_K)
@@ -256,14 +256,14 @@ class OnlineTests:
             ]
             ensure(same_bits(*outputs), what)
 
-        ensure_same(quantised, "the layer is not that of the quantised weights")
+        ensure_same(quantized, "the layer is not that of the quantized weights")
         pointers = [tensor.data_ptr() for _, tensor in layer.weights.tensors()]
         layer.reload(self.sixteen_bit(seed=1, bias=True))
         ensure([tensor.data_ptr() for _, tensor in layer.weights.tensors()] == pointers, "reloading moved a tensor")
         new = self.quantize(self.sixteen_bit(seed=1, bias=True), name)
         ensure_same(new, "reloaded, the layer is not that of the new weights")
         with pytest.raises(TensorError, match=f"{name}"):
-            self.quantize(quantised, name)
+            self.quantize(quantized, name)
 
     def test_some_experts_only(self, name: str, folder: Path) -> None:
         """Check expert parallelism: codes and scales are those of the selected experts."""

@@ -1,4 +1,4 @@
-"""Rows that are quantised and dequantised: the numbers of the reference's `fake_quantize`, in bfloat16."""
+"""Rows that are quantized and dequantized: the numbers of the reference's `fake_quantize`, in bfloat16."""
 
 from __future__ import annotations
 

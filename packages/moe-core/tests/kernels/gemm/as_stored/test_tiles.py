@@ -1,4 +1,4 @@
-"""What x and h are rounded to beside weights as stored: the same numbers as the reference's quantiser."""
+"""What x and h are rounded to beside weights as stored: the same numbers as the reference's quantizer."""
 
 from __future__ import annotations
 

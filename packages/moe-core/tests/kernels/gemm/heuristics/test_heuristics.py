@@ -86,7 +86,7 @@ def test_plans_hold_together(kind: str, shape: tuple[int, int, int, int]) -> Non
                 assert capability >= 90 or not (plan.pdl or config.tma)
                 # weights that are decoded in registers are rows of the product
                 assert config.swap_ab or (problem.family == "scaled_mm" and problem.bits == 8)
-            # an epilogue that quantises fills h up to whole 128 columns
+            # an epilogue that quantizes fills h up to whole 128 columns
             assert plan.gemm1.block_n == BLOCK_N or not problem.quantizes_h
             # h has room for whole tiles of 128
             if not problem.gated:
@@ -218,8 +218,8 @@ def test_short_tiles_are_for_short_loops_with_scales_along_k(
 ) -> None:
     for kind, wanted in (("e4m3 blocks", expected), ("e4m3", (False, False))):
         plan = plan_of(kind, tokens, *shape)
-        assert plan.gemm1.warp_specialised
-        assert plan.gemm2.warp_specialised
+        assert plan.gemm1.warp_specialized
+        assert plan.gemm2.warp_specialized
         assert (plan.gemm1.short_tiles, plan.gemm2.short_tiles) == wanted
 
 
@@ -283,8 +283,8 @@ def test_gemm1_keeps_tiles_of_64_rows_where_128_would_be_half_empty(
     for kind, wanted in (("e4m3 blocks", short), ("e4m3", False), ("int8 plain", False)):
         for rows, alone in ((24, None), (32, True), (most, True), (most + 16, False)):
             plan = plan_of(kind, rows * experts // top_k, *shape)
-            assert plan.gemm1.warp_specialised == (alone is False)
-            assert plan.gemm2.warp_specialised == (alone is not None)
+            assert plan.gemm1.warp_specialized == (alone is False)
+            assert plan.gemm2.warp_specialized == (alone is not None)
             if alone:
                 assert plan.gemm1.block_m == 64
                 assert plan.gemm2.short_tiles == wanted
@@ -308,16 +308,16 @@ def test_4_bit_words_beside_12_to_128_rows() -> None:
         plan = plan_of("mixed int4", tokens, 8, 256, 7168, 256)
         assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, rows)
         # tiles side by side have the same rows of activations
-        assert (plan.gemm1.warp_specialised, plan.gemm1.group_m == 1) == (rows > 16,) + (rows > 16 or tokens == 384,)
-    # e2m1 takes more instructions to dequantise
+        assert (plan.gemm1.warp_specialized, plan.gemm1.group_m == 1) == (rows > 16,) + (rows > 16 or tokens == 384,)
+    # e2m1 takes more instructions to dequantize
     for tokens, rows in ((512, 32), (896, 32), (1024, 64)):
         plan = plan_of("mixed e2m1", tokens, 4, 128, 2880, 2880)
         assert (plan.gemm1.block_m, plan.gemm2.block_m) == (rows, rows)
-        assert plan.gemm1.warp_specialised == (rows == 64)
-    # columns in another order have no warp-specialised kernel, nor have LoRA deltas
+        assert plan.gemm1.warp_specialized == (rows == 64)
+    # columns in another order have no warp-specialized kernel, nor have LoRA deltas
     for changes in ({"permuted": True}, {"lora": True}):
         plan = plan_of("mixed int4", 384, 8, 128, 2048, 768, **changes)
-        assert (plan.gemm1.block_m, plan.gemm1.warp_specialised) == (32, False)
+        assert (plan.gemm1.block_m, plan.gemm1.warp_specialized) == (32, False)
     # where the compiler leaves tiles of 16 rows as they are, a second one is the cheaper for longer
     assert plan_of("mixed int4", 512, 8, 256, 7168, 256, capability=100).gemm2.block_m == 16
     assert plan_of("mixed int4", 768, 8, 256, 7168, 256, may_split=False, batch_invariant=True).gemm2.block_m == 32
@@ -334,7 +334,7 @@ def test_4_bit_words_beside_12_to_128_rows() -> None:
         ("mixed e2m1", (16, 2, 4096, 6400), 128, (168, 0)),
         ("mixed e2m1", (128, 8, 4096, 1408), 384, (168, 168)),
         ("mixed e2m1", (32, 4, 2880, 2880), 192, (168, 168)),
-        # for it there is the warp-specialised kernel
+        # for it there is the warp-specialized kernel
         ("mixed int4", (128, 8, 4096, 1408), 384, (0, 0)),
         # tiles of 8 rows, and those of e2m1 with 16, take few
         ("mixed int4", (128, 8, 4096, 1408), 64, (0, 0)),
@@ -496,7 +496,7 @@ def test_few_tokens_of_8_bit_weights_take_vectors(kind: str, shape: tuple[int, i
         # one pair of a token is nothing to add up
         ("e4m3 blocks", (16, 1, 5120, 4096), 4),
         ("int8 plain", (16, 1, 5120, 4096), 4),
-        # int8: little work to quantise a vector again
+        # int8: little work to quantize a vector again
         ("int8 plain", (256, 8, 7168, 256), 4),
         ("int8 plain", (128, 8, 4096, 1408), 4),
         ("int8 plain", (32, 8, 7168, 2048), 0),
@@ -645,10 +645,10 @@ def test_what_bits_depend_on_is_the_same_for_all_tokens(kind: str) -> None:
             plans = [launch_plan(problem, tokens) for tokens in (*range(1, 40), *TOKENS)]
             for configs in ({plan.gemm1 for plan in plans}, {plan.gemm2 for plan in plans}):
                 assert {(c.split_k, c.uniform) for c in configs} == {(1, True)}
-                # of what the warp-specialised kernel computes, it sums this alone as others do
+                # of what the warp-specialized kernel computes, it sums this alone as others do
                 blocks = problem.group_size != -1
                 exact = problem.family == "scaled_mm" and (problem.element == "int8" or blocks)
-                assert exact or not any(config.warp_specialised for config in configs)
+                assert exact or not any(config.warp_specialized for config in configs)
                 assert not any(config.short_tiles for config in configs)
                 # elsewhere the instruction may follow from the height
                 assert capability == 90 or len(configs) == 1

@@ -1,4 +1,4 @@
-"""The warp-specialised kernel of 4-bit words beside the tile kernel, whose sums it adds up in the same order."""
+"""The warp-specialized kernel of 4-bit words beside the tile kernel, whose sums it adds up in the same order."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class Product:
 
     def special(self, rows: int, activation: Activation | None, gathers: bool = False) -> torch.Tensor:
         out = self.poisoned(activation)
-        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialised=True)
+        config = TileConfig(rows, 128, 4, 3, 8, swap_ab=True, warp_specialized=True)
         values, which = (self.tokens, "token") if gathers else (self.values, "position")
-        a = OperandA((values, values.stride(0)), which, warp_specialised=(2,) if gathers else ())
+        a = OperandA((values, values.stride(0)), which, warp_specialized=(2,) if gathers else ())
         words_gemm(Gemm(config, self.weight, a, Result.of(out), self.pairs(rows), self.routing, activation))
         return out[:, : self.columns]
 
@@ -177,7 +177,7 @@ def test_activated_products(rows, name, hopper):
     found = product.special(rows, Activation(name), gathers=True)
     some = ~expected.isnan()
     assert torch.equal(found.isnan(), ~some)
-    # silu by another formula, and the compiler joins operations as it likes: rarely another neighbour
+    # silu by another formula, and the compiler joins operations as it likes: rarely another neighbor
     assert float((found - expected)[some].double().norm() / expected[some].double().norm()) < 2**-12
 
 

@@ -52,7 +52,7 @@ def qdq_rows(tile, quant_args, expert, AXIS: tl.constexpr):
 @triton.jit
 def qdq_groups(tile, quant_args, expert, AXIS: tl.constexpr):
     """QDQ of a tile whose columns (dimension 1) share a scale in groups of GROUP."""
-    tl.static_assert(AXIS == 1, "rows are quantised as they lie")
+    tl.static_assert(AXIS == 1, "rows are quantized as they lie")
     groups = tile.reshape([tile.shape[0] * (tile.shape[1] // GROUP), GROUP])
     values, _ = qdq_rows(groups, quant_args, expert, 1)
     return values.reshape(tile.shape), 0.0
@@ -73,7 +73,7 @@ def _device_function(key: QuantKey) -> Any:
     if key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
         return specialize(round_mx, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
     raise ConfigError(
-        "activations are quantised and dequantised per token (e4m3, int8), in groups of 64 or 128 columns or by a "
+        "activations are quantized and dequantized per token (e4m3, int8), in groups of 64 or 128 columns or by a "
         f"scale of the expert (e4m3), and in groups of 32 (MXFP8, MXFP4), got {key}"
     )
 

@@ -116,7 +116,7 @@ class Call:
             self.quantize(rows, positions=order.positions, by_expert=by_expert)
         return order
 
-    def warp_specialises(self, config: TileConfig, weight: GemmWeight) -> bool:
+    def warp_specializes(self, config: TileConfig, weight: GemmWeight) -> bool:
         """Whether the warp-specialized kernel is requested and can read the weight and these rows.
 
         Args:
@@ -126,9 +126,9 @@ class Call:
         Returns:
             True if it can; never with adapters.
         """
-        special = weight.warp_specialised
+        special = weight.warp_specialized
         reads = special is not None and weight.matrix is not None and self.plan.block_m in special.rows
-        return config.warp_specialised and reads and self.adapters is None
+        return config.warp_specialized and reads and self.adapters is None
 
     def quantized(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return the workspaces for quantized rows.

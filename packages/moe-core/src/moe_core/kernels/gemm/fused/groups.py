@@ -74,8 +74,8 @@ class GroupScheme(ActivationScheme):
         """
         if scales is None:
             return OperandA((values, values.stride(0)), which)
-        warp_specialised = (scales, scales.stride(0))
-        return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialised=warp_specialised)
+        warp_specialized = (scales, scales.stride(0))
+        return OperandA((values, scales, values.stride(0), scales.stride(0)), which, warp_specialized=warp_specialized)
 
     def quantize_x(self, call: Call) -> tuple[Schedule, OperandA]:
         scatters = self._scatters(call)
@@ -88,7 +88,7 @@ class GroupScheme(ActivationScheme):
 
     def _scatters(self, call: Call) -> bool:
         # The batched format has no workspace for it.
-        fits = self.scatters and call.warp_specialises(call.plan.gemm1, call.w13)
+        fits = self.scatters and call.warp_specializes(call.plan.gemm1, call.w13)
         return fits and 0 < call.pairs <= call.workspace["sorted_values"].shape[0]
 
     def result(self, call: Call) -> Result:

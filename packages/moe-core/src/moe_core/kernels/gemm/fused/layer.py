@@ -135,12 +135,12 @@ class FusedLayer:
 
     def _multiply(self, call: Call, gemm: Gemm) -> None:
         """Run the warp-specialized kernel where it is applicable, otherwise the tile kernel."""
-        special, a = gemm.weight.warp_specialised, gemm.a
+        special, a = gemm.weight.warp_specialized, gemm.a
         if (
             special is not None
-            and a.warp_specialised is not None
+            and a.warp_specialized is not None
             and (a.which == "position" or (a.which == "token" and special.gathers))
-            and call.warp_specialises(gemm.config, gemm.weight)
+            and call.warp_specializes(gemm.config, gemm.weight)
         ):
             (special.start or hopper_gemm)(gemm)
         else:

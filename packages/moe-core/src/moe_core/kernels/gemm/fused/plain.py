@@ -154,7 +154,7 @@ class PlainScheme(ActivationScheme):
             return OperandA((values, scales, values.stride(0), 1, 0, None), which)
         # The warp-specialized kernel would leave h in sorted order. Batched rows have only one order.
         special = None if self.h_by_pair and call.by_pair == "pair" else _special(call, which, k)
-        return OperandA((values, values.stride(0)), which, warp_specialised=special)
+        return OperandA((values, values.stride(0)), which, warp_specialized=special)
 
     @staticmethod
     def _plain(call: Call, x: Tensor, columns: Columns, which: Rows, present: int, *, padded_rows: bool) -> OperandA:
@@ -170,7 +170,7 @@ class PlainScheme(ActivationScheme):
             arguments = (x, x.stride(0)) if padded_rows else (x, x.stride(0), k)
             whole = which != "token" or x.stride(0) % 16 == 0
             special = _special(call, which, k) if reachable and whole else None
-            return OperandA(arguments, which, aligned=aligned, warp_specialised=special)
+            return OperandA(arguments, which, aligned=aligned, warp_specialized=special)
         if index is None:
             raise TypeError(f"the weight has {k} columns, the activations {present}, and there is no index")
         stride = 0 if pre_scales is None else pre_scales.stride(0)

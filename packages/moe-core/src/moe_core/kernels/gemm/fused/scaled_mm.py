@@ -26,7 +26,7 @@ from moe_core.kernels.gemm.tiles.launch import (
     Result,
     Rows,
     TileFunctions,
-    WarpSpecialisedGemm,
+    WarpSpecializedGemm,
     constant,
     weight_strides,
 )
@@ -102,7 +102,7 @@ class ScaledMMFunctions:
         """
         half, row = (rows * scales.stride(1), scales.stride(1)) if scales.dim() == 3 else (scales.stride(1), 0)
         strides = (scales.stride(0), half, row, *extra)
-        special = WarpSpecialisedGemm(weights, _functions, (scales, *strides)) if self.packed == 1 else None
+        special = WarpSpecializedGemm(weights, _functions, (scales, *strides)) if self.packed == 1 else None
         return GemmWeight(
             (weights, scales, *weight_strides(weights, self.block_k // self.packed), *strides),
             rows,
@@ -111,7 +111,7 @@ class ScaledMMFunctions:
             self.block_k,
             bias,
             self.packed,
-            warp_specialised=special,
+            warp_specialized=special,
         )
 
 
@@ -217,7 +217,7 @@ class ScaledMMScheme(ActivationScheme):
         by_expert = 1 if self.granularity == "static" and not by_row else 0
         arguments = (values, scales, values.stride(0), int(by_row), by_expert, nan_flags)
         if values.dtype is self.functions.dtype:
-            return OperandA(arguments, which, warp_specialised=(scales, 1 if by_row else None, nan_flags))
+            return OperandA(arguments, which, warp_specialized=(scales, 1 if by_row else None, nan_flags))
         codes = call.workspace["h_values"]
         return OperandA((*arguments, values.shape[1], codes), which, load_a=self.functions.load_unquantized)
 
@@ -227,7 +227,7 @@ class ScaledMMScheme(ActivationScheme):
         static, batched = self.granularity == "static", isinstance(call.routing, Batch)
         # The warp-specialized kernel needs the rows of a tile to be adjacent. A scale per expert needs every
         # pair separately.
-        side_by_side = static or call.warp_specialises(call.plan.gemm1, call.w13)
+        side_by_side = static or call.warp_specializes(call.plan.gemm1, call.w13)
         scatters = side_by_side and not batched and not self._quantizes_on_load(call)
         x, work, which, zero = call.x, call.workspace, call.by_token, self._zeroed(call)
         if call.x_scale is not None and not scatters:

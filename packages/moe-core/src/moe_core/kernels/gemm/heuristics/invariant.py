@@ -42,10 +42,10 @@ def invariant_plan(heuristic: Callable[[LayerProblem, int], TilePlan], problem: 
 
 def _invariant(problem: LayerProblem, config: TileConfig) -> TileConfig:
     config = replace(config, uniform=True, short_tiles=False)
-    if not config.warp_specialised or sums_alike(problem):
+    if not config.warp_specialized or sums_alike(problem):
         return config
     # The remaining fields of the configuration leave no registers for the product of a step.
-    return replace(config, block_m=min(config.block_m, 64), tma=True, num_stages=4, warp_specialised=False)
+    return replace(config, block_m=min(config.block_m, 64), tma=True, num_stages=4, warp_specialized=False)
 
 
 def sums_alike(problem: LayerProblem) -> bool:

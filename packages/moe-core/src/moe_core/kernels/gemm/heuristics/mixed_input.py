@@ -87,7 +87,7 @@ def with_registers(problem: LayerProblem, config: TileConfig) -> TileConfig:
     Returns:
         The configuration; ``max_registers`` is 0 where no limit applies.
     """
-    four_warps = (config.block_n, config.num_warps, config.warp_specialised) == (BLOCK_N, 4, False)
+    four_warps = (config.block_n, config.num_warps, config.warp_specialized) == (BLOCK_N, 4, False)
     # With 16 rows, e2m1 takes few registers anyway. 8-bit words were slower, or not measured.
     known = config.block_m == 32 or (config.block_m == 16 and problem.element == "int4")
     limited = problem.family == "mixed_input" and four_warps and known
@@ -138,7 +138,7 @@ def _tiles(problem: LayerProblem, tokens: int) -> TilePlan:
     if special:
         # The warp-specialized kernel uses the schedule's tile height. The other fields apply where it cannot
         # run.
-        some, many = (replace(config, warp_specialised=True, group_m=1) for config in (some, many))
+        some, many = (replace(config, warp_specialized=True, group_m=1) for config in (some, many))
         one = some if expected_tiles(problem, tokens, 64) <= 1.2 else many
         return TilePlan(one, one)
     if mean <= 48:

@@ -91,7 +91,7 @@ def scaled_mm_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     if capability != 90:
         return TilePlan(few, TileConfig(64, block, 4, 3, 8, tma=True) if mean > 64 else few)
     # Pointers, not descriptors: 128 x 2 x 128 accumulators leave no registers for the descriptors' bookkeeping.
-    many = TileConfig(128, block, 8, 3, _group_m(problem), warp_specialised=True)
+    many = TileConfig(128, block, 8, 3, _group_m(problem), warp_specialized=True)
     gemm1_short, gemm2_short = _short_tiles(problem, mean)
     if mean <= max(48, min(FEW_ROWS, FEW_ELEMENTS / problem.intermediate_size)):
         # Most of 128 rows would be empty. gemm1 suffers from that, more so the fewer columns it has; gemm2 does

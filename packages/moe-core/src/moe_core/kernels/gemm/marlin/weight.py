@@ -13,7 +13,7 @@ from moe_core.kernels.gemm.fragments.fragment_order import STEP
 from moe_core.kernels.gemm.plan import TileConfig
 from moe_core.kernels.gemm.sm90.mixed_input_launch import ROWS, words_gemm
 from moe_core.kernels.gemm.tiles.columns import Columns
-from moe_core.kernels.gemm.tiles.launch import GemmWeight, TileFunctions, WarpSpecialisedGemm
+from moe_core.kernels.gemm.tiles.launch import GemmWeight, TileFunctions, WarpSpecializedGemm
 from moe_core.kernels.gemm.tiles.operands import load_plain, open_plain
 
 
@@ -158,7 +158,7 @@ class MarlinMatrix:
         special = None
         if words is not None:
             scales = (self.arguments._replace(powers=words.powers), words.groups)
-            special = WarpSpecialisedGemm(self.words, words.dequantize, scales, STEP, words_gemm, ROWS, gathers=True)
+            special = WarpSpecializedGemm(self.words, words.dequantize, scales, STEP, words_gemm, ROWS, gathers=True)
         return GemmWeight(
             self.arguments,
             self.n,
@@ -168,7 +168,7 @@ class MarlinMatrix:
             whole_steps=True,
             packed=32 // self.bits,
             interleaved=self.interleaved,
-            warp_specialised=special,
+            warp_specialized=special,
         )
 
 

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.kernels.gemm.tiles.launch import Gemm, WarpSpecialisedGemm, constant, rows_of_experts, weight_strides
+from moe_core.kernels.gemm.tiles.launch import Gemm, WarpSpecializedGemm, constant, rows_of_experts, weight_strides
 from moe_core.kernels.launch.launch import launch
 
 #: Rows and columns of a tile of one operand, and of a weight block.
@@ -40,7 +40,7 @@ def descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, block, layout)
 
 
-def specialised(gemm: Gemm) -> WarpSpecialisedGemm:
+def specialized(gemm: Gemm) -> WarpSpecializedGemm:
     """Return how the warp-specialized kernel computes a GEMM.
 
     Args:
@@ -52,9 +52,9 @@ def specialised(gemm: Gemm) -> WarpSpecialisedGemm:
     Raises:
         TypeError: The weight has none.
     """
-    if gemm.weight.warp_specialised is None:
-        raise TypeError("the weight has no warp-specialised kernel")
-    return gemm.weight.warp_specialised
+    if gemm.weight.warp_specialized is None:
+        raise TypeError("the weight has no warp-specialized kernel")
+    return gemm.weight.warp_specialized
 
 
 def start(
@@ -102,7 +102,7 @@ def start(
 def hopper_gemm(gemm: Gemm) -> None:
     """Run a GEMM of sorted operand A [P, K] and a weight with the same one-byte dtype.
 
-    The weight's ``functions`` (see `moe_core.kernels.gemm.sm90.kernel`) receive ``gemm.a.warp_specialised`` of the rows
+    The weight's ``functions`` (see `moe_core.kernels.gemm.sm90.kernel`) receive ``gemm.a.warp_specialized`` of the rows
     and the scales of the weight. The result has sorted rows with an activation, and rows by pair without.
 
     Args:
@@ -113,14 +113,14 @@ def hopper_gemm(gemm: Gemm) -> None:
     """
     from moe_core.kernels.gemm.sm90.kernel import KernelForm, hopper_kernel
 
-    special, config = specialised(gemm), gemm.config
+    special, config = specialized(gemm), gemm.config
     depth = special.depth
     blocks = 1 if gemm.activation is not None and gemm.activation.gated else 2
     values = descriptor(gemm.a.arguments[0][: gemm.routing.num_pairs], [TILE // 2, depth], depth)
     prefetch, multiply = special.functions()
     form = KernelForm(prefetch, multiply, constant(config.group_m), tl.constexpr(config.short_tiles))
     operands = values, descriptor(special.tensor, [TILE, depth], depth)
-    scales = gemm.a.warp_specialised, special.weight_scales
+    scales = gemm.a.warp_specialized, special.weight_scales
     expert, row, step = weight_strides(special.tensor, depth)
     strides = expert // row, *divmod(step, row)
     column_blocks, stages = -(-gemm.weight.n // (TILE * blocks)), STAGES * TILE // depth

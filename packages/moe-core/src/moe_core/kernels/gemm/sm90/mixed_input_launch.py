@@ -8,7 +8,7 @@ from typing import Any
 import triton.language as tl
 
 from moe_core.kernels.gemm.fragments.fragment_order import STEP, WORDS
-from moe_core.kernels.gemm.sm90.launch import descriptor, specialised, start
+from moe_core.kernels.gemm.sm90.launch import descriptor, specialized, start
 from moe_core.kernels.gemm.tiles.launch import Gemm, constant, lines_of_experts
 
 #: Weight rows of a tile, which are requested together.
@@ -24,7 +24,7 @@ ROWS = tuple(HEIGHTS)
 def words_gemm(gemm: Gemm) -> None:
     """Run a GEMM of 4-bit words [E, steps, rows, words of a step] and a 16-bit operand A.
 
-    See `hopper_gemm` for the result. ``gemm.a.warp_specialised`` is () if A is sorted. For rows by token it is
+    See `hopper_gemm` for the result. ``gemm.a.warp_specialized`` is () if A is sorted. For rows by token it is
     (top-k,), and rows are read in whole 32 bytes. ``weight_scales`` holds `b_args` of the tile kernel's device
     functions, and ``groups`` of `WordFunctions`; ``functions`` returns its ``dequantize``.
 
@@ -36,10 +36,10 @@ def words_gemm(gemm: Gemm) -> None:
     """
     from moe_core.kernels.gemm.sm90.mixed_input import WordsForm, words_kernel
 
-    special, height = specialised(gemm), gemm.order.block_m
+    special, height = specialized(gemm), gemm.order.block_m
     arguments, groups = special.weight_scales
     heights = HEIGHTS[height]
-    per_token, values = gemm.a.warp_specialised, gemm.a.arguments[0]
+    per_token, values = gemm.a.warp_specialized, gemm.a.arguments[0]
     x: Any = (values[: gemm.routing.num_pairs], values.stride(0), *(per_token or ()))
     if not per_token:
         box = [math.gcd(*heights), STEP // 2]

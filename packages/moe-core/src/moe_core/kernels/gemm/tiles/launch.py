@@ -31,7 +31,7 @@ InUse = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class WarpSpecialisedGemm:
+class WarpSpecializedGemm:
     """How the warp-specialized kernel of `moe_core.kernels.gemm.sm90.kernel` computes a GEMM.
 
     Attributes:
@@ -63,14 +63,14 @@ class OperandA:
         which: The row of A that a tile row refers to.
         load_a: Replaces the weight's `load_a` if given, for rows that are quantized on load.
         aligned: Whether every row starts at a multiple of 16 bytes.
-        warp_specialised: The tuple `a_args` of the warp-specialized kernel; None if it cannot read these rows.
+        warp_specialized: The tuple `a_args` of the warp-specialized kernel; None if it cannot read these rows.
     """
 
     arguments: tuple[Any, ...]
     which: Rows
     load_a: Any = None
     aligned: bool = True
-    warp_specialised: tuple[Any, ...] | None = None
+    warp_specialized: tuple[Any, ...] | None = None
 
 
 def _same(config: TileConfig) -> TileConfig:
@@ -92,7 +92,7 @@ class GemmWeight:
         packed: Columns per element.
         interleaved: Whether gate and up rows are interleaved in blocks of 8, see the tile kernel.
         whole_steps: Whether rows are padded to a multiple of ``block_k``.
-        warp_specialised: How the warp-specialized kernel multiplies the weight, or None.
+        warp_specialized: How the warp-specialized kernel multiplies the weight, or None.
         tile_config: Returns the tile kernel's configuration for a call that the warp-specialized kernel was chosen for
             but cannot compute.
     """
@@ -106,7 +106,7 @@ class GemmWeight:
     packed: int = 1
     interleaved: bool = False
     whole_steps: bool = False
-    warp_specialised: WarpSpecialisedGemm | None = None
+    warp_specialized: WarpSpecializedGemm | None = None
     tile_config: Callable[[TileConfig], TileConfig] = _same
 
     @cached_property
