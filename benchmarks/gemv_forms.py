@@ -19,7 +19,7 @@ import moe_core as mc
 import torch
 from four_bit_plans import DEVICE, compared, draw, layer
 from moe_core.kernels.gemm.heuristics import gemv_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 from moe_core.kernels.launch.compile_ahead import compile_ahead
 from moe_core.kernels.launch.launch import record
 from moe_core.testing.compile_cases import call_on_meta

@@ -10,9 +10,8 @@ import moe_core as mc
 import pytest
 from moe_core import ConfigError, DeviceInfo, FusedMoEConfig
 from moe_core.kernels.experts.grouped import GroupedExperts
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
 from moe_core.kernels.gemm.heuristics.tuned import TunedRange
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 from moe_core.kernels.tuning import TunedLayer, TuningProfile
 from moe_core.kernels.tuning.choice import name_of
 from moe_core.kernels.tuning.places import user_path

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from moe_core.kernels.gemm.fragments.convert import Converted
 from moe_core.kernels.gemm.gemv.plan import Product
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig
 from moe_core.kernels.gemm.marlin.gemv import GemvFunctions, MarlinGemvLayer
 from moe_core.kernels.gemm.marlin.weight import Functions, MarlinMatrix
-from moe_core.kernels.gemm.plan import TileConfig
+from moe_core.kernels.gemm.plan import GemvConfig, TileConfig
 from moe_core.kernels.gemm.tiles.launch import Activation, Gemm, OperandA, Result, Routing, grouped_gemm
 from moe_core.kernels.gemm.workspaces import order_workspaces
 from moe_core.kernels.ops.sort import sort_pairs

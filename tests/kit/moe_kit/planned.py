@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from moe_core.kernels.experts.grouped import GroupedExperts
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.reference.fused_moe import fused_moe_reference
 from moe_core.runtime.kernel import FusedMoEKernel

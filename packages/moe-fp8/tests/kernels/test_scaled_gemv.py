@@ -17,7 +17,7 @@ from moe_core import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 from moe_core.kernels.launch.launch import observe
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.testing.data import make_inputs, make_weights

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEActivation, kMxfp4Static
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 from moe_core.kernels.launch.launch import observe
 from moe_kit.few_tokens import FewTokens
 from moe_kit.planned import with_gemv

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from moe_core import FusedMoEConfig, kInt4Static, kInt4StaticAsym, kInt8Static, kInt8StaticAsym
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 from moe_core.kernels.launch.launch import observe
 from moe_kit.few_tokens import FewTokens
 from moe_wna16.experts.marlin import MarlinWNA16Experts

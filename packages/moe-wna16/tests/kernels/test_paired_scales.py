@@ -9,8 +9,7 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, QuantKey, kInt4Static, kInt8Static
 from moe_core.kernels.experts.grouped import GroupedExperts
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
-from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan, TileConfig, TilePlan
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.workspace import Workspace
 from moe_core.testing.data import make_inputs, make_weights

@@ -11,7 +11,8 @@ others. :class:`MarlinExperts` adds it for weights that are repacked at load and
 :class:`MarlinIntegerExperts` already supports 4- and 8-bit integers.
 
 **Launch heuristics** choose a :class:`TilePlan`, which has a :class:`TileConfig` for each GEMM, from the
-:class:`LayerProblem`. This is the experts' ``problem``, which a subclass may extend.
+:class:`LayerProblem`. This is the experts' ``problem``, which a subclass may extend. A new element type brings
+:class:`LaunchRules` with a table of :class:`Regime` rows, and adds them by :func:`add_rules`.
 
 **Weights in other layouts**: :func:`as_words` for weights that are read as stored; :func:`order_words`,
 :func:`interleave`, :func:`relative_e8m0` and :func:`relative_scales` for the Marlin family.
@@ -29,6 +30,8 @@ from moe_core.kernels.experts.scaled_mm import ScaledMMExperts
 from moe_core.kernels.gemm.fragments.fragment_order import as_words, interleave, order_words
 from moe_core.kernels.gemm.fragments.scales import relative_e8m0, relative_scales
 from moe_core.kernels.gemm.heuristics import LayerProblem
+from moe_core.kernels.gemm.heuristics.regimes import Change, Regime, Tile, within
+from moe_core.kernels.gemm.heuristics.rules import LaunchRules, add_rules
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 from moe_core.reference.quantization import integer_row_scales, quantize_tensor
 from moe_core.reference.torch_experts import Adapters, expert_slices, of_expert
@@ -42,9 +45,15 @@ __all__ = [
     "ScaledGemvExperts",
     "ScaledMMExperts",
     # Launch heuristics.
+    "Change",
+    "LaunchRules",
     "LayerProblem",
+    "Regime",
+    "Tile",
     "TileConfig",
     "TilePlan",
+    "add_rules",
+    "within",
     # Weights in other layouts.
     "as_words",
     "interleave",

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 from moe_core.kernels.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 from moe_core.kernels.tuning.candidates import neighbors
 from moe_core.kernels.tuning.limits import Plan, own_plans, refusals, rounding
 from moe_core.kernels.tuning.search import AHEAD, search

@@ -18,10 +18,9 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.interface.experts import ExpertTokensMetadata, FusedMoEExpertsModular
 from moe_core.kernels.gemm.heuristics import Family, LayerProblem, gemv_plan, launch_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
 from moe_core.kernels.gemm.heuristics.problem import balance_of, element_of
 from moe_core.kernels.gemm.heuristics.tuned import Tuned
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 from moe_core.kernels.ops import layout
 from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.spec.device import DeviceInfo

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_core.kernels.experts.grouped import GroupedExperts
-from moe_core.kernels.gemm.heuristics.gemv import MOST_SCALED, GemvPlan
+from moe_core.kernels.gemm.heuristics.gemv import MOST_SCALED
+from moe_core.kernels.gemm.plan import GemvPlan
 from moe_core.spec.weights import KernelWeights
 from moe_core.spec.workspace import WorkspaceSpec
 

@@ -10,12 +10,25 @@ from torch import Tensor
 
 from moe_core.errors import TensorError
 from moe_core.kernels.experts.scaled_gemv import ScaledGemvExperts
-from moe_core.kernels.gemm.heuristics.scaled_mm import quantizes_while_loading
 from moe_core.spec.weights import KernelWeights
 
 if TYPE_CHECKING:
     from moe_core.kernels.gemm.fused.scaled_mm import Granularity, ScaledMMFunctions, ScaledMMScheme
     from moe_core.kernels.gemm.tiles.launch import GemmWeight
+
+
+def quantizes_while_loading(capability: int) -> bool:
+    """Whether a conversion may stand between load and product.
+
+    Triton 3.6 cannot pipeline such a loop for sm_100.
+
+    Args:
+        capability: Compute capability; 0 without an NVIDIA GPU.
+
+    Returns:
+        False for sm_100 to sm_119.
+    """
+    return not 100 <= capability < 120
 
 
 class ScaledMMExperts(ScaledGemvExperts):

@@ -76,3 +76,54 @@ class TilePlan:
         """
         gemm1, gemm2 = (replace(config, warp_specialized=False) for config in (self.gemm1, self.gemm2))
         return TilePlan(gemm1, gemm2)
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """Launch parameters of a matrix-vector product over packed words.
+
+    Attributes:
+        block_n: Rows of weights per program (of both halves if gated).
+        block_w: Words of each row that are multiplied at a time. With ``mma_sync``: words of each row that are
+            prefetched.
+        num_warps: Warps per program.
+        mma_sync: Whether to multiply 4-bit words by `mma.sync`. Four warps then take 64 rows, or share the columns of
+            32 or 16 rows.
+        num_stages: Number of ``block_w`` word blocks that the kernel of 8-bit weights and activations prefetches.
+        along_m: Whether neighboring programs take the same weight rows, for all pairs. Weights that pairs share then
+            come from L2.
+    """
+
+    block_n: int
+    block_w: int
+    num_warps: int
+    mma_sync: bool = False
+    num_stages: int = 1
+    along_m: bool = False
+
+
+@dataclass(frozen=True)
+class GemvPlan:
+    """Launch parameters of the layer for few tokens.
+
+    Attributes:
+        gemm1: Configuration of the first product.
+        gemm2: Configuration of the second product.
+        pdl: Whether launches overlap (programmatic dependent launch).
+        fuse_finalize: Whether gemm2 programs take all pairs of a token, one per warp group, and sum them. The number of
+            pairs must be a power of two, at most one per warp; packed words support one pair only. ``gemm2.block_n``
+            then counts the rows of all pairs.
+    """
+
+    gemm1: GemvConfig
+    gemm2: GemvConfig
+    pdl: bool = False
+    fuse_finalize: bool = False
+
+    def interpreted(self) -> GemvPlan:
+        """Return this plan for Triton's interpreter, without dependent launches and `mma.sync`."""
+        gemm1, gemm2 = (
+            replace(config, mma_sync=False, block_w=128) if config.mma_sync else config
+            for config in (self.gemm1, self.gemm2)
+        )
+        return replace(self, gemm1=gemm1, gemm2=gemm2, pdl=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_core.kernels.gemm.heuristics.tiles import MAX_PARTIALS
+from moe_core.kernels.gemm.heuristics.cost import MAX_PARTIALS
 from moe_core.kernels.ops.batch import batch_workspaces
 from moe_core.kernels.ops.sort import sort_workspaces
 from moe_core.spec.config import FusedMoEConfig

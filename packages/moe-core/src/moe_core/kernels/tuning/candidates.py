@@ -7,9 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_core.kernels.gemm.heuristics import LayerProblem, launch_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
-from moe_core.kernels.gemm.heuristics.mixed_input import with_registers
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.heuristics.rules import with_registers
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 from moe_core.kernels.tuning.limits import ASKED, NUMBERS, Plan, refusals
 
 #: most influential fields first: split-K, pipeline stages, warps, tile sizes, L2 grouping, how weights are read

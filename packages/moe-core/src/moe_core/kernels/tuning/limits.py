@@ -20,12 +20,11 @@ from functools import lru_cache
 from typing import Any
 
 from moe_core.kernels.gemm.heuristics import gemv_plan, launch_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.heuristics.cost import BLOCK_N, MAX_PARTIALS, steps_of
 from moe_core.kernels.gemm.heuristics.invariant import sums_alike
-from moe_core.kernels.gemm.heuristics.mixed_input import with_registers
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
-from moe_core.kernels.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, steps_of
-from moe_core.kernels.gemm.plan import TileConfig, TilePlan
+from moe_core.kernels.gemm.heuristics.rules import with_registers
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan, TileConfig, TilePlan
 from moe_core.kernels.gemm.workspaces import MAX_SPLIT_K, MIN_BLOCK_M
 
 #: launch configurations of a layer, for either family of kernels

@@ -8,8 +8,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, TypeVar
 
 from moe_core.errors import ConfigError
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 
 #: plan classes by the name of their kind in a file
 KINDS: dict[str, type[Any]] = {"tiles": TilePlan, "gemv": GemvPlan}

@@ -22,8 +22,9 @@ from typing import Any
 
 from moe_core.errors import CheckpointError, ConfigError
 from moe_core.kernels.gemm.heuristics import KERNELS, LayerProblem
+from moe_core.kernels.gemm.heuristics.rules import has_rules
 from moe_core.kernels.gemm.heuristics.tuned import Tuned, TunedRange
-from moe_core.kernels.tuning.limits import refusals
+from moe_core.kernels.tuning.limits import Plan, refusals
 from moe_core.kernels.tuning.plans import from_json, plan_from_json, plan_to_json
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import distribution_version, parse_version
@@ -124,9 +125,14 @@ class TuningProfile:
 
         Returns:
             The configurations, or None if the layer was not measured.
+
+        Raises:
+            ConfigError: If a plan is not valid for the layer.
         """
         for layer in self.layers:
             if (layer.weight_key, layer.activation_key, layer.problem) == (weight_key, activation_key, problem):
+                for one in layer.ranges:
+                    _check_plan(problem, one.plan, one.first, one.last, f"tokens {one.first} to {one.last}")
                 return Tuned(layer.ranges)
         return None
 
@@ -263,7 +269,13 @@ def _range(problem: LayerProblem, data: object, where: str) -> TunedRange:
     if not all(isinstance(time, (int, float)) and 0 <= time < 1e12 for time in times):
         raise ConfigError(f"{where}: default_us and best_us are {times}, expected µs")
     plan = plan_from_json(data.get("plan"), f"{where}.plan")
+    # the package that brings the rules of an element type may not be imported yet; `find` checks again
+    if has_rules(problem):
+        _check_plan(problem, plan, first, last, where)
+    return TunedRange(first, last, plan, float(times[0] or 0), float(times[1] or 0))
+
+
+def _check_plan(problem: LayerProblem, plan: Plan, first: int, last: int, where: str) -> None:
     reasons = refusals(problem, plan, first, last)
     if reasons:
         raise ConfigError(f"{where}.plan: {'; '.join(reasons)}")
-    return TunedRange(first, last, plan, float(times[0] or 0), float(times[1] or 0))

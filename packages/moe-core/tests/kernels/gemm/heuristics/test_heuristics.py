@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from moe_core.kernels.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig
+from moe_core.kernels.gemm.heuristics.cost import BLOCK_N, MAX_PARTIALS, expected_tiles, split_k
 from moe_core.kernels.gemm.heuristics.problem import balance_of
-from moe_core.kernels.gemm.heuristics.tiles import BLOCK_N, MAX_PARTIALS, expected_tiles, split_k
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvConfig, TilePlan
 from moe_core.kernels.tuning.limits import refusals
 from moe_core.spec.device import DeviceInfo
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig, GemvPlan
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 from moe_core.kernels.gemm.tiles.launch import Activation, Result, Routing, epilogue_of
 from moe_core.kernels.launch.launch import launch
 from moe_core.kernels.ops.reduce import reduce_pairs

@@ -1,10 +1,14 @@
 """Launch heuristics of every kernel family: (problem, tokens) -> launch configurations.
 
-The number of rows per expert decides: its mean and its spread. With few rows, a call is bound by streaming weights.
-Then tiles have 16 or 32 rows, and programs share the k loop of a tile (split-K) where the tiles alone do not fill the
-device. With many rows, the tensor cores are the limit. Then taller tiles pay, because each loaded or dequantized weight
-enters more products. The measurements behind the thresholds are in docs/design. This package does not import Triton:
-plans are data.
+    problem.py    properties of a layer
+    rules.py      tables of each element type: tiles, and up to how many rows per expert they are used
+    regimes.py    what a row of a table states, and how a row becomes a plan
+    cost.py       expected tiles, waves and k loops of a call
+    gemv.py       products for few tokens, without tiles
+    invariant.py  what stays fixed for batch invariance
+    tuned.py      measured plans, which replace these
+
+This package does not import Triton: plans are data.
 """
 
 from __future__ import annotations
@@ -12,25 +16,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from moe_core.kernels.gemm.heuristics.decoded import decoded_plan
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan, choose_gemv
+from moe_core.kernels.gemm.heuristics.gemv import choose_gemv
 from moe_core.kernels.gemm.heuristics.invariant import invariant_plan
-from moe_core.kernels.gemm.heuristics.mixed_input import mixed_input_plan
 from moe_core.kernels.gemm.heuristics.problem import Family, LayerProblem
-from moe_core.kernels.gemm.heuristics.scaled_mm import scaled_mm_plan
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.heuristics.rules import regime_plan, rules_of
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 
 __all__ = ["KERNELS", "Family", "LayerProblem", "gemv_plan", "launch_plan"]
 
 #: Version of the kernels that the configurations were measured for. It is raised when a kernel changes so much that
 #: earlier measurements (`moe tune`) no longer apply.
 KERNELS = 9
-#: Mean rows per expert up to which launches overlap (PDL). With more rows, launches are a small part of the time, and
-#: programs that start early take resources from the kernel before them. OVERLAPPING_PAIRS is the limit in pairs where
-#: int4 weights become int8.
-OVERLAPPING_ROWS, OVERLAPPING_PAIRS = 128, 64
-
-_HEURISTICS = {"scaled_mm": scaled_mm_plan, "mixed_input": mixed_input_plan, "as_stored": decoded_plan}
 
 
 @lru_cache(maxsize=4096)
@@ -46,17 +42,12 @@ def launch_plan(problem: LayerProblem, tokens: int) -> TilePlan:
     Returns:
         Launch configurations of both GEMMs.
     """
-    heuristic = _HEURISTICS[problem.family]
-    plan = invariant_plan(heuristic, problem, tokens) if problem.batch_invariant else heuristic(problem, tokens)
-    return replace(plan if problem.may_split else plan.unsplit(), pdl=_overlaps(problem, tokens))
-
-
-def _overlaps(problem: LayerProblem, tokens: int) -> bool:
-    if problem.family == "scaled_mm" and problem.element in ("int4", "e2m1"):
-        few = problem.element == "int4" and tokens * problem.top_k <= OVERLAPPING_PAIRS
-    else:
-        few = problem.rows_per_expert(tokens) <= OVERLAPPING_ROWS
-    return few and problem.capability >= 90
+    rules = rules_of(problem)
+    plan = invariant_plan(regime_plan, problem, tokens) if problem.batch_invariant else regime_plan(problem, tokens)
+    few = (
+        tokens * problem.top_k <= rules.overlapping_pairs and problem.rows_per_expert(tokens) <= rules.overlapping_rows
+    )
+    return replace(plan if problem.may_split else plan.unsplit(), pdl=few and problem.capability >= 90)
 
 
 @lru_cache(maxsize=4096)

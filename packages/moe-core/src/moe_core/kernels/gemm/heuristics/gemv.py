@@ -6,12 +6,13 @@ of each reached expert once; which experts are reached depends on the routing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
-from moe_core.kernels.gemm.heuristics.mixed_input import RESIDENT_4, takes_8_rows
+from moe_core.kernels.gemm.heuristics.cost import MAX_PARTIALS, RESIDENT, RESIDENT_4, steps_of
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
-from moe_core.kernels.gemm.heuristics.tiles import MAX_PARTIALS, RESIDENT, steps_of
+from moe_core.kernels.gemm.heuristics.rules import takes_8_rows
+from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 
 #: Pairs per reached expert up to which GEMV beats tiles on sm_90, for more than one token. Entries: (largest number of
 #: tokens, limit for experts of more than SMALL weights, limit for smaller experts). Admitting more tokens would gain a
@@ -53,57 +54,6 @@ SHORT = 1024
 SHORTEST = 256
 #: Hidden size from which int8 prefetches three steps for tiles of 16 rows.
 DEEP = 4096
-
-
-@dataclass(frozen=True)
-class GemvConfig:
-    """Launch parameters of a matrix-vector product over packed words.
-
-    Attributes:
-        block_n: Rows of weights per program (of both halves if gated).
-        block_w: Words of each row that are multiplied at a time. With ``mma_sync``: words of each row that are
-            prefetched.
-        num_warps: Warps per program.
-        mma_sync: Whether to multiply 4-bit words by `mma.sync`. Four warps then take 64 rows, or share the columns of
-            32 or 16 rows.
-        num_stages: Number of ``block_w`` word blocks that the kernel of 8-bit weights and activations prefetches.
-        along_m: Whether neighboring programs take the same weight rows, for all pairs. Weights that pairs share then
-            come from L2.
-    """
-
-    block_n: int
-    block_w: int
-    num_warps: int
-    mma_sync: bool = False
-    num_stages: int = 1
-    along_m: bool = False
-
-
-@dataclass(frozen=True)
-class GemvPlan:
-    """Launch parameters of the layer for few tokens.
-
-    Attributes:
-        gemm1: Configuration of the first product.
-        gemm2: Configuration of the second product.
-        pdl: Whether launches overlap (programmatic dependent launch).
-        fuse_finalize: Whether gemm2 programs take all pairs of a token, one per warp group, and sum them. The number of
-            pairs must be a power of two, at most one per warp; packed words support one pair only. ``gemm2.block_n``
-            then counts the rows of all pairs.
-    """
-
-    gemm1: GemvConfig
-    gemm2: GemvConfig
-    pdl: bool = False
-    fuse_finalize: bool = False
-
-    def interpreted(self) -> GemvPlan:
-        """Return this plan for Triton's interpreter, without dependent launches and `mma.sync`."""
-        gemm1, gemm2 = (
-            replace(config, mma_sync=False, block_w=128) if config.mma_sync else config
-            for config in (self.gemm1, self.gemm2)
-        )
-        return replace(self, gemm1=gemm1, gemm2=gemm2, pdl=False)
 
 
 def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:

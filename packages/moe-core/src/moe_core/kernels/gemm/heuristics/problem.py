@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,10 +12,6 @@ from moe_core.spec.quant_key import QuantKey
 
 #: Kernel families; "as_stored" decodes weights as checkpoints store them.
 Family = Literal["scaled_mm", "mixed_input", "as_stored"]
-#: Element types of weights.
-Element = Literal["int4", "int8", "e2m1", "e4m3"]
-
-
 #: `balance_of` an H200, the default for unknown devices.
 BALANCE = 117
 
@@ -43,7 +40,8 @@ class LayerProblem:
 
     Attributes:
         family: Kernel family.
-        element: Element type of the weights.
+        element: Element type of the weights, by which its launch rules are found. Its digits state the bits: "int4" has
+            4, "e4m3" has 1 + 4 + 3.
         num_experts: Number of experts of the layer, local or not.
         top_k: Number of experts per token.
         hidden_size: Hidden size.
@@ -62,7 +60,7 @@ class LayerProblem:
     """
 
     family: Family
-    element: Element
+    element: str
     num_experts: int
     top_k: int
     hidden_size: int
@@ -82,7 +80,13 @@ class LayerProblem:
     @property
     def bits(self) -> int:
         """Bits per weight code."""
-        return 4 if self.element in ("int4", "e2m1") else 8
+        digits = [int(number) for number in re.findall(r"\d+", self.element)]
+        return digits[0] if len(digits) == 1 else 1 + sum(digits)
+
+    @property
+    def width(self) -> int:
+        """Rows of gemm1's weights per expert, of both halves if gated."""
+        return self.intermediate_size * (2 if self.gated else 1)
 
     def rows_per_expert(self, tokens: int) -> float:
         """Return the mean number of rows per expert.
@@ -107,7 +111,7 @@ class LayerProblem:
         return self.num_experts * (1 - max(0.0, 1 - self.top_k / self.num_experts) ** tokens)
 
 
-def element_of(key: QuantKey | None) -> Element:
+def element_of(key: QuantKey | None) -> str:
     """Return the element type of a weight key.
 
     Symmetric and unsigned integers count as one type.

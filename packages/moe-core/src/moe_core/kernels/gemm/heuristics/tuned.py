@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from moe_core.kernels.gemm.heuristics.gemv import GemvPlan
-from moe_core.kernels.gemm.plan import TilePlan
+from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 
 P = TypeVar("P", TilePlan, GemvPlan)
 

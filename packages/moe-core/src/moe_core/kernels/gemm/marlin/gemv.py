@@ -16,9 +16,9 @@ from moe_core.errors import ConfigError
 from moe_core.kernels.device.casts import INTERPRET
 from moe_core.kernels.gemm.fused.plain import RowQuantizer
 from moe_core.kernels.gemm.gemv.plan import GemvLayer, Product
-from moe_core.kernels.gemm.heuristics.gemv import GemvConfig
 from moe_core.kernels.gemm.marlin._gemv_kernels import GemvForm, gemv_kernel
 from moe_core.kernels.gemm.marlin.weight import MarlinMatrix, WordFunctions
+from moe_core.kernels.gemm.plan import GemvConfig
 from moe_core.kernels.gemm.tiles.launch import Routing, constant
 from moe_core.kernels.gemm.tiles.quantize_rows import quantize_rows
 

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 from moe_core.kernels.gemm.heuristics import LayerProblem, launch_plan
-from moe_core.kernels.gemm.heuristics.tiles import expected_tiles
+from moe_core.kernels.gemm.heuristics.cost import expected_tiles
 
 #: experts, top-k, hidden size, intermediate size
 MIXTRAL, QWEN3, GLM = (8, 2, 4096, 14336), (128, 8, 2048, 768), (128, 8, 4096, 1408)
