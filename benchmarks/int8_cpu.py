@@ -30,7 +30,7 @@ from moe_core import (
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.reference.quantization import dequantize_weight
 from moe_core.reference.torch_experts import TorchExperts
-from moe_core.spec.weights import scale_shape
+from moe_core.spec.roles import scale_shape
 from moe_int8.experts.torch import TorchInt8Experts
 from torch import Tensor
 from torch.nn import functional as F

@@ -30,7 +30,7 @@ from moe_core import (
 )
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.reference.torch_experts import TorchExperts
-from moe_core.spec.weights import scale_shape
+from moe_core.spec.roles import scale_shape
 from moe_wna16.experts.torch import TorchWNA16Experts
 from torch import Tensor
 

@@ -25,7 +25,7 @@ from moe_core.reference.torch_experts import TorchExperts
 from moe_core.spec.activation import ActivationParams
 from moe_core.spec.environment import Environment
 from moe_core.spec.numerics import NumberKind
-from moe_core.spec.weights import scale_shape, storage_dtypes
+from moe_core.spec.roles import scale_shape, storage_dtypes
 from moe_core.testing.conformance import place_for
 from moe_core.testing.harness import one_thread
 from torch import Tensor

@@ -98,6 +98,8 @@ if TYPE_CHECKING:
     from moe_core.spec.lora import LoRA as LoRA
     from moe_core.spec.lora import LoRAWeights as LoRAWeights
     from moe_core.spec.numerics import E2M1_VALUES as E2M1_VALUES
+    from moe_core.spec.numerics import FP4_E2M1 as FP4_E2M1
+    from moe_core.spec.numerics import FP8_E4M3 as FP8_E4M3
     from moe_core.spec.numerics import INT4 as INT4
     from moe_core.spec.numerics import INT4_DTYPE as INT4_DTYPE
     from moe_core.spec.numerics import INT8 as INT8
@@ -106,6 +108,7 @@ if TYPE_CHECKING:
     from moe_core.spec.numerics import UINT4B8 as UINT4B8
     from moe_core.spec.numerics import UINT8 as UINT8
     from moe_core.spec.numerics import UINT8B128 as UINT8B128
+    from moe_core.spec.numerics import NumberKind as NumberKind
     from moe_core.spec.numerics import QuantDtype as QuantDtype
     from moe_core.spec.numerics import e8m0_to_float32 as e8m0_to_float32
     from moe_core.spec.numerics import is_e8m0 as is_e8m0
@@ -120,6 +123,7 @@ if TYPE_CHECKING:
     from moe_core.spec.quant_config import make_quant_config as make_quant_config
     from moe_core.spec.quant_config import mxfp4_w4a16_moe_quant_config as mxfp4_w4a16_moe_quant_config
     from moe_core.spec.quant_config import mxfp8_moe_quant_config as mxfp8_moe_quant_config
+    from moe_core.spec.quant_config import tensor_arguments as tensor_arguments
     from moe_core.spec.quant_config import wna16_moe_quant_config as wna16_moe_quant_config
     from moe_core.spec.quant_key import PER_CHANNEL as PER_CHANNEL
     from moe_core.spec.quant_key import PER_TENSOR as PER_TENSOR
@@ -164,12 +168,13 @@ if TYPE_CHECKING:
     from moe_core.spec.quant_key import kMxfp8DynamicDown as kMxfp8DynamicDown
     from moe_core.spec.quant_key import kMxfp8DynamicEven as kMxfp8DynamicEven
     from moe_core.spec.quant_key import kMxfp8Static as kMxfp8Static
+    from moe_core.spec.quant_key import name_quant_keys as name_quant_keys
+    from moe_core.spec.roles import scale_shape as scale_shape
     from moe_core.spec.routing import RoutingConfig as RoutingConfig
     from moe_core.spec.routing import RoutingMethodType as RoutingMethodType
     from moe_core.spec.routing import route as route
     from moe_core.spec.weights import KernelWeights as KernelWeights
     from moe_core.spec.weights import MoEWeights as MoEWeights
-    from moe_core.spec.weights import scale_shape as scale_shape
     from moe_core.spec.workspace import Workspace as Workspace
     from moe_core.spec.workspace import WorkspaceSpec as WorkspaceSpec
 
@@ -301,10 +306,13 @@ _HOMES = {
     ),
     "spec.numerics": (
         "E2M1_VALUES",
+        "FP4_E2M1",
+        "FP8_E4M3",
         "INT4",
         "INT4_DTYPE",
         "INT8",
         "INT8_DTYPE",
+        "NumberKind",
         "QuantDtype",
         "UINT4",
         "UINT4B8",
@@ -325,6 +333,7 @@ _HOMES = {
         "make_quant_config",
         "mxfp4_w4a16_moe_quant_config",
         "mxfp8_moe_quant_config",
+        "tensor_arguments",
         "wna16_moe_quant_config",
     ),
     "spec.quant_key": (
@@ -371,7 +380,9 @@ _HOMES = {
         "kMxfp8DynamicDown",
         "kMxfp8DynamicEven",
         "kMxfp8Static",
+        "name_quant_keys",
     ),
+    "spec.roles": ("scale_shape",),
     "spec.routing": (
         "RoutingConfig",
         "RoutingMethodType",
@@ -380,7 +391,6 @@ _HOMES = {
     "spec.weights": (
         "KernelWeights",
         "MoEWeights",
-        "scale_shape",
     ),
     "spec.workspace": (
         "Workspace",

@@ -53,7 +53,7 @@ from moe_core.spec.quant_key import (
     kMxfp8DynamicEven,
     kMxfp8Static,
 )
-from moe_core.spec.weights import scale_shape
+from moe_core.spec.roles import scale_shape
 from torch import Tensor
 
 GROUPS = [GroupShape(-1, -1), GroupShape(1, -1), GroupShape(1, 8), GroupShape(4, 8), GroupShape(16, -1)]
@@ -142,7 +142,7 @@ def test_dequantize_is_that_of_the_loops(
     generator = torch.Generator().manual_seed(1)
     for parts, part_rows, cols in ((1, 5, 21), (2, 6, 24)):
         w = torch.randn(2, parts * part_rows, cols, generator=generator) * torch.rand(2, 1, cols, generator=generator)
-        q, s, z = quantize_weight(w, key, parts=parts)
+        q, s, z, _ = quantize_weight(w, key, parts=parts)
         assert z is None
         assert tuple(s.shape) == scale_shape(key, 2, parts * part_rows, cols, parts)
         assert s.dtype is scale
@@ -162,7 +162,7 @@ def test_dequantize_is_that_of_the_loops(
 def test_zero_points(dtype: QuantDtype, packing: Packing | None, group: GroupShape) -> None:
     key = key_of(dtype, packing, group, torch.float32, symmetric=False)
     w = torch.randn(2, 12, 21, generator=torch.Generator().manual_seed(2)) + 0.7
-    q, s, z = quantize_weight(w, key, parts=2)
+    q, s, z, _ = quantize_weight(w, key, parts=2)
     assert z is not None
     assert z.shape == s.shape
     expected = by_loops(q, s, key, 12, 21, 2, z, None)
@@ -180,7 +180,7 @@ def test_columns_in_their_own_order(symmetric: bool) -> None:
     # 21 columns: the last group has five
     g_idx = torch.stack([torch.randperm(21, generator=generator) // 8 for _ in range(2)]).int()
     w = torch.randn(2, 6, 21, generator=generator) * (1 + g_idx[:, None, :].float()) ** 3
-    q, s, z = quantize_weight(w, key, g_idx=g_idx)
+    q, s, z, _ = quantize_weight(w, key, g_idx=g_idx)
     expected = by_loops(q, s, key, 6, 21, 1, z, g_idx)
     exact = dequantize_weight(q, s, key, zero_point=z, g_idx=g_idx, cols=21, dtype=torch.float64)
     assert torch.equal(exact, expected)
@@ -193,7 +193,7 @@ def test_groups_of_any_number_of_columns() -> None:
     # a part of a row of five groups: one has no column here, one has most
     g_idx = torch.tensor([[4] * 10 + [0, 2, 0, 2, 4, 1, 0]]).int()
     w = torch.randn(1, 6, 17, generator=torch.Generator().manual_seed(3))
-    q, s, z = quantize_weight(w, key, g_idx=g_idx, groups=5)
+    q, s, z, _ = quantize_weight(w, key, g_idx=g_idx, groups=5)
     assert z is not None
     assert s.shape == z.shape == (1, 6, 5)
     exact = dequantize_weight(q, s, key, zero_point=z, g_idx=g_idx, cols=17, dtype=torch.float64)
@@ -236,7 +236,7 @@ def largest_of_groups(w: Tensor, group: GroupShape, parts: int) -> Tensor:
 @pytest.mark.parametrize("key", list(NAMES), ids=lambda key: NAMES[key])
 def test_every_named_key_round_trips_within_half_a_step(key: QuantKey) -> None:
     w = torch.randn(2, 2 * 130, 200, generator=torch.Generator().manual_seed(4))
-    q, s, z = quantize_weight(w, key, parts=2)
+    q, s, z, _ = quantize_weight(w, key, parts=2)
     again = dequantize_weight(q, s, key, parts=2, zero_point=z, cols=200, dtype=torch.float64)
     # of a group's largest value: half a step of the last binade or of the integer grid, and a bf16 scale's rounding
     step = {"e4m3": 2.0**-4, "e2m1": 1 / 4, "int8": 1 / 254, "int4": 1 / 14, "uint4b8": 1 / 14, "uint4": 1 / 15,
@@ -249,7 +249,7 @@ def test_every_named_key_round_trips_within_half_a_step(key: QuantKey) -> None:
         step += {"down": 1 - 448 / 512, "even": 1 - 448 / 496}[key.scale.rounding]
     assert bool(((again - w).abs() <= step * largest_of_groups(w, key.group_shape, parts=2)).all())
     # what is already on the grid stays where it is
-    q2, s2, z2 = quantize_weight(again, key, parts=2)
+    q2, s2, z2, _ = quantize_weight(again, key, parts=2)
     twice = dequantize_weight(q2, s2, key, parts=2, zero_point=z2, cols=200, dtype=torch.float64)
     # zero points beside bf16 scales of 255 steps: the second scale may be a hair apart
     kept = 0.3 if key.symmetric or key.dtype.bits == 4 else 0.5
@@ -259,7 +259,7 @@ def test_every_named_key_round_trips_within_half_a_step(key: QuantKey) -> None:
 def test_scale_is_amax_over_the_largest_value() -> None:
     w = torch.randn(1, 130, 260)
     w[0, 128:, 256:] = 0
-    q, s, _ = quantize_weight(w, kFp8Static128BlockSym)
+    q, s, *_ = quantize_weight(w, kFp8Static128BlockSym)
     assert s.shape == (1, 2, 3)
     assert torch.equal(s[0, 0, 0], w[0, :128, :128].abs().max() / 448)
     assert torch.equal(s[0, 1, 2], torch.tensor(AMAX_FLOOR) / 448)  # a block of zeros
@@ -270,10 +270,10 @@ def test_scale_is_amax_over_the_largest_value() -> None:
 def test_gate_and_up_end_in_blocks_of_their_own() -> None:
     w = torch.ones(1, 2 * 192, 128)
     w[:, 192:] = 3.0
-    _, s, _ = quantize_weight(w, kFp8Static128BlockSym, parts=2)
+    _, s, *_ = quantize_weight(w, kFp8Static128BlockSym, parts=2)
     assert s.shape == (1, 4, 1)
     assert torch.equal(s.flatten(), torch.tensor([1.0, 1.0, 3.0, 3.0]) / 448)
-    q, s, _ = quantize_weight(w, kFp8StaticTensorSym, parts=2)
+    q, s, *_ = quantize_weight(w, kFp8StaticTensorSym, parts=2)
     assert s.shape == (1, 2)
     assert torch.equal(dequantize_weight(q, s, kFp8StaticTensorSym, parts=2), w)
 
@@ -309,7 +309,7 @@ def test_other_roundings_of_powers_of_two() -> None:
         assert values[4, 0] == (-6.0 if key == kMxfp4DynamicDown else -8.0)
     zeros = quantize_tensor(torch.zeros(1, 32), kMxfp4DynamicEven)
     assert not bool(dequantize_tensor(zeros, kMxfp4DynamicEven).any())
-    with pytest.raises(ConfigError, match="e2m1 .*e8m0"):
+    with pytest.raises(ConfigError, match="e8m0"):
         quantize_tensor(x, kFp8DynamicTokenSym.with_rounding("down"))
 
 
@@ -348,7 +348,7 @@ def test_ties_go_to_even() -> None:
 def test_packing_order() -> None:
     w = torch.tensor([[[-8.0, -7.0, 0.0, 7.0]]])
     # the scale is 8 / 7 in bf16, so that codes are those of the rounded quotients
-    q, s, _ = quantize_weight(w * 7 / 8, kInt4Static.with_group(1, 4))
+    q, s, *_ = quantize_weight(w * 7 / 8, kInt4Static.with_group(1, 4))
     codes = [int(q[0, 0, 0]) & 15, int(q[0, 0, 0]) >> 4, int(q[0, 0, 1]) & 15, int(q[0, 0, 1]) >> 4]
     assert codes == [1, 2, 8, 14]  # offset binary, even columns in the low four bits
     assert s.dtype is torch.bfloat16
@@ -356,7 +356,7 @@ def test_packing_order() -> None:
 
 def test_odd_columns_fill_the_last_word() -> None:
     w = torch.randn(2, 4, 7)
-    q, s, z = quantize_weight(w, kInt4StaticAsym)
+    q, s, z, _ = quantize_weight(w, kInt4StaticAsym)
     assert q.shape == (2, 4, 4)
     assert dequantize_weight(q, s, kInt4StaticAsym, zero_point=z, cols=7).shape == w.shape
     with pytest.raises(TensorError, match=r"\bq .*8 columns"):
@@ -367,7 +367,7 @@ def test_rows_packed_in_words() -> None:
     key = key_of(UINT4B8, Packing(torch.int32, 8, axis="n"), GroupShape(1, -1), torch.float32)
     flat = key_of(UINT4B8, PACKED_4BIT, GroupShape(1, -1), torch.float32)
     w = torch.randn(2, 16, 6)
-    q, s, _ = quantize_weight(w, key)
+    q, s, *_ = quantize_weight(w, key)
     assert q.shape == (2, 2, 6)
     assert torch.equal(dequantize_weight(q, s, key), dequantize_weight(*quantize_weight(w, flat)[:2], flat))
     with pytest.raises(TensorError, match="12 rows"):
@@ -380,8 +380,8 @@ def test_rows_packed_in_words() -> None:
 def test_activations_are_weights_of_one_expert(key: QuantKey) -> None:
     x = torch.randn(5, 200, dtype=torch.bfloat16)
     x[3] = 0
-    q, s, z = quantize_tensor(x, key)
-    w, ws, wz = quantize_weight(x[None], key)
+    q, s, z, _ = quantize_tensor(x, key)
+    w, ws, wz, _ = quantize_weight(x[None], key)
     assert torch.equal(q.view(torch.uint8), w[0].view(torch.uint8))
     assert torch.equal(s, ws[0])
     assert (z is None) == (wz is None) == key.symmetric
@@ -396,7 +396,7 @@ def test_activations_are_weights_of_one_expert(key: QuantKey) -> None:
 
 def test_static_scales_saturate() -> None:
     x = torch.tensor([[1.0, -1000.0, 500.0, 0.1]])
-    q, s, _ = quantize_tensor(x, kFp8StaticTensorSym, scale=torch.tensor(1.0))
+    q, s, *_ = quantize_tensor(x, kFp8StaticTensorSym, scale=torch.tensor(1.0))
     assert q.float().tolist() == [[1.0, -448.0, 448.0, 0.1015625]]
     assert s.shape == (1,)
     with pytest.raises(TensorError, match=r"\bscale\b"):
@@ -405,7 +405,7 @@ def test_static_scales_saturate() -> None:
 
 def test_narrow_scales_don_t_vanish() -> None:
     key = kInt4Static.with_scale_dtype(torch.float16)
-    q, s, _ = quantize_weight(torch.zeros(1, 2, 128), key)
+    q, s, *_ = quantize_weight(torch.zeros(1, 2, 128), key)
     assert float(s.min()) > 0
     assert not dequantize_weight(q, s, key).any()
 
@@ -454,7 +454,7 @@ def test_weights_under_a_given_scale(key: QuantKey) -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     w = torch.randn(2, 6, 64)
-    q, s, _ = quantize_weight(w, kMxfp8Static)
+    q, s, *_ = quantize_weight(w, kMxfp8Static)
     with pytest.raises(TensorError, match=r"\bscale .*\[2, 6, 1\]"):
         dequantize_weight(q, s[..., :1], kMxfp8Static)
     with pytest.raises(TensorError, match=r"\bq .*torch\.float32"):
@@ -465,8 +465,10 @@ def test_what_does_not_fit_is_named() -> None:
         quantize_weight(w, kMxfp8Static, g_idx=torch.zeros(2, 64, dtype=torch.int32))
     with pytest.raises(TensorError, match="zero_point"):
         dequantize_weight(*quantize_weight(w, kInt4StaticAsym)[:2], kInt4StaticAsym)
-    with pytest.raises(ConfigError, match="two-level"):
-        quantize_weight(w, QuantKey(FP4_E2M1, kMxfp4Static.scale, kMxfp4Static.scale, packing=PACKED_4BIT))
+    with pytest.raises(TensorError, match="scale2 is given"):
+        dequantize_weight(q, s, kMxfp8Static, scale2=s)
+    with pytest.raises(ConfigError, match="scale2 is given"):
+        quantize_weight(w, kMxfp8Static, scale2=s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -495,7 +497,7 @@ def test_any_shape_and_magnitude(
     if scale is torch.float16:
         magnitude = max(-8.0, min(magnitude, 8.0))
     w = w * 2.0**magnitude
-    q, s, _ = quantize_weight(w, key, parts=parts)
+    q, s, *_ = quantize_weight(w, key, parts=parts)
     assert tuple(s.shape) == scale_shape(key, 2, parts * part_rows, cols, parts)
     again = dequantize_weight(q, s, key, parts=parts, cols=cols, dtype=torch.float64)
     assert again.shape == w.shape

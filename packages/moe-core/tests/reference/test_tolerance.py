@@ -91,14 +91,14 @@ def test_the_yardsticks_own_error_is_what_the_model_says(
 
 
 def test_large_batches_are_judged_by_the_factor() -> None:
-    expected, _, _ = expected_for(FusedMoEConfig(4, 2, 256, 128), (None, None), 257, 0)
+    expected, *_ = expected_for(FusedMoEConfig(4, 2, 256, 128), (None, None), 257, 0)
     assert expected.floor < FACTOR * expected.yardstick
     assert expected.limit == FACTOR * expected.yardstick
 
 
 @pytest.mark.parametrize("keys", KEYS, ids=IDS)
 def test_more_error_than_allowed_is_told(keys: tuple[QuantKey | None, QuantKey | None]) -> None:
-    expected, _, _ = expected_for(FusedMoEConfig(4, 2, 192, 160), keys, 33, 1)
+    expected, *_ = expected_for(FusedMoEConfig(4, 2, 192, 160), keys, 33, 1)
     sound = expected.exact.bfloat16()
     noise = torch.randn(sound.shape, generator=torch.Generator().manual_seed(2)).double()
     with pytest.raises(AssertionError, match="x .*torch"):
@@ -129,7 +129,7 @@ def test_where_nothing_is_added_up_the_result_is_zero() -> None:
 
 
 def test_no_tokens() -> None:
-    expected, _, _ = expected_for(FusedMoEConfig(4, 2, 64, 32), (None, None), 0, 0)
+    expected, *_ = expected_for(FusedMoEConfig(4, 2, 64, 32), (None, None), 0, 0)
     assert isinstance(expected, Expected)
     expected.compare(torch.empty(0, 64, dtype=torch.bfloat16), "nothing")
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,26 +8,14 @@ import pytest
 import torch
 from moe_core import (
     ConfigError,
-    FusedMoEConfig,
-    FusedMoEQuantDesc,
     GroupShape,
     KeyPattern,
-    OnlineQuantization,
     QuantKey,
     ScaleDesc,
-    make_quant_config,
 )
-from moe_core.kernels.ops.quantize import quantize_activation
-from moe_core.kernels.ops.quantize_weights import quantize_weights
-from moe_core.kernels.ops.token_layout import TokenCode
-from moe_core.parallel.distributed.cost import payload_bytes
-from moe_core.reference import quantization
-from moe_core.selection.memory import specimen
 from moe_core.spec import numerics
 from moe_core.spec import quant_key as qk
 from moe_core.spec.numerics import FP8_E4M3, INT4_DTYPE, INT8_DTYPE
-from moe_core.spec.weights import scale_shape, storage_dtypes
-from moe_core_toys import ToyExperts, toy_oracle
 
 
 @pytest.mark.parametrize(
@@ -239,70 +226,3 @@ def test_packing_is_what_is_usual_for_the_type_or_told() -> None:
     assert str(words) == "uint4b8, static bfloat16 1x128, packed as 8 per int32 along n"
     names = vars(qk) | vars(numerics) | {"torch": torch}
     assert eval(repr(bytes_each), names) == bytes_each
-
-
-def _two_levels(key: QuantKey) -> QuantKey:
-    return replace(key, scale2=ScaleDesc(torch.float32, True, GroupShape(-1, -1)))
-
-
-WEIGHTS, ACTIVATIONS = _two_levels(qk.kFp8StaticChannelSym), _two_levels(qk.kFp8DynamicTokenSym)
-CONFIG = FusedMoEConfig(num_experts=1, top_k=1, hidden_size=32, intermediate_size=32)
-
-
-def _weights(**keys: QuantKey | None) -> Any:
-    whole = quantization.quantize_moe_weights(
-        torch.ones(1, 64, 32), torch.ones(1, 32, 32), gated=True, weight_key=qk.kFp8StaticChannelSym
-    )
-    return replace(whole, **keys)
-
-
-def _codes() -> tuple[torch.Tensor, torch.Tensor]:
-    values, scale, _ = quantization.quantize_weight(torch.ones(1, 32, 32), qk.kFp8StaticChannelSym)
-    return values, scale
-
-
-X = torch.ones(3, 32)
-#: everything that takes a key, called with one that has a second level of scales
-TAKES_KEYS: dict[str, Callable[[], Any]] = {
-    "as_quant_key": lambda: qk.as_quant_key(WEIGHTS),
-    "MoEWeights": lambda: _weights(weight_key=WEIGHTS),
-    "MoEWeights activations": lambda: _weights(activation_key=ACTIVATIONS),
-    "quantize_weight": lambda: quantization.quantize_weight(torch.ones(1, 32, 32), WEIGHTS),
-    "dequantize_weight": lambda: quantization.dequantize_weight(*_codes(), WEIGHTS),
-    "quantize_tensor": lambda: quantization.quantize_tensor(X, ACTIVATIONS),
-    "dequantize_tensor": lambda: quantization.dequantize_tensor(
-        quantization.quantize_tensor(X, qk.kFp8DynamicTokenSym), ACTIVATIONS
-    ),
-    "fake_quantize": lambda: quantization.fake_quantize(X, ACTIVATIONS),
-    "integer_row_scales": lambda: quantization.integer_row_scales(
-        torch.ones(3, 1), X, _two_levels(qk.kInt8DynamicTokenSym)
-    ),
-    "quantize_moe_weights": lambda: quantization.quantize_moe_weights(
-        torch.ones(1, 64, 32), torch.ones(1, 32, 32), gated=True, weight_key=WEIGHTS
-    ),
-    "quantize_weights": lambda: quantize_weights(torch.ones(1, 32, 32), WEIGHTS),
-    "quantize_activation": lambda: quantize_activation(X, ACTIVATIONS),
-    "scale_shape": lambda: scale_shape(WEIGHTS, 1, 32, 32),
-    "storage_dtypes": lambda: storage_dtypes(WEIGHTS),
-    "TokenCode": lambda: TokenCode(32, torch.bfloat16, ACTIVATIONS),
-    "payload_bytes": lambda: payload_bytes(32, 2, ACTIVATIONS),
-    "FusedMoEQuantDesc": lambda: FusedMoEQuantDesc(key=WEIGHTS),
-    "make_quant_config": lambda: make_quant_config(
-        weight_key=WEIGHTS, activation_key=None, w1_scale=torch.ones(1, 64, 1), w2_scale=torch.ones(1, 32, 1)
-    ),
-    "OnlineQuantization": lambda: OnlineQuantization("two_levels", "fp8", WEIGHTS, None),
-    "experts": lambda: ToyExperts(CONFIG, weight_key=WEIGHTS, activation_key=None),
-    "is_supported_config": lambda: ToyExperts.is_supported_config(CONFIG, None, ACTIVATIONS),
-    "select": lambda: toy_oracle().select(CONFIG, weight_key=WEIGHTS, activation_key=None, device="cpu"),
-    "select activations": lambda: toy_oracle().select(
-        CONFIG, weight_key=None, activation_key=ACTIVATIONS, device="cpu"
-    ),
-    "priority": lambda: toy_oracle().priority(CONFIG, weight_key=WEIGHTS, activation_key=None, device="cpu"),
-    "specimen": lambda: specimen(CONFIG, WEIGHTS, None, "meta"),
-}
-
-
-@pytest.mark.parametrize("call", TAKES_KEYS.values(), ids=TAKES_KEYS.keys())
-def test_two_levels_of_scales_are_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError, match="scale2"):
-        call()

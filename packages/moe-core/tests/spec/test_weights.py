@@ -6,7 +6,8 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, KernelWeights, MoEWeights, TensorError, make_quant_config
 from moe_core.spec import quant_key as qk
-from moe_core.spec.weights import check_values, scale_shape
+from moe_core.spec.roles import scale_shape
+from moe_core.spec.weights import check_values
 
 CONFIG = FusedMoEConfig(num_experts=3, top_k=1, hidden_size=256, intermediate_size=192)
 

@@ -51,7 +51,7 @@ def quantize_moe_weights(weights: MoEWeights, quantize: str | OnlineQuantization
         quantize: name of an online quantization, or the quantization itself.
 
     Returns:
-        e4m3 codes with scales as in :func:`moe_core.spec.weights.scale_shape`; biases are passed through.
+        e4m3 codes with scales as in :func:`moe_core.spec.roles.scale_shape`; biases are passed through.
 
     Raises:
         TensorError: the weights are already quantized.

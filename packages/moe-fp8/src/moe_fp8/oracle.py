@@ -14,6 +14,7 @@ from moe_core import (
     fp8_w8a8_moe_quant_config,
     fp8_w8a16_moe_quant_config,
     make_quant_config,
+    tensor_arguments,
 )
 
 from moe_fp8.scheme import SCHEME
@@ -55,7 +56,7 @@ def convert_to_fp8_moe_kernel_format(
         selection: result of a select function.
         w13: e4m3 [E, 2N, K], gate rows first.
         w2: e4m3 [E, K, N].
-        w13_scale: scales of ``w13`` as in :func:`moe_core.spec.weights.scale_shape`.
+        w13_scale: scales of ``w13`` as in :func:`moe_core.spec.roles.scale_shape`.
         w2_scale: scales of ``w2``.
         w13_input_scale: static scales of the input of ``w13``.
         w2_input_scale: static scales of the input of ``w2``.
@@ -68,17 +69,7 @@ def convert_to_fp8_moe_kernel_format(
     Raises:
         TensorError: the tensors do not fit the selection.
     """
-    return _FUNCTIONS.convert(
-        selection,
-        w13=w13,
-        w2=w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_input_scale=w13_input_scale,
-        w2_input_scale=w2_input_scale,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-    )
+    return _FUNCTIONS.convert(**locals())
 
 
 def make_fp8_moe_quant_config(
@@ -121,43 +112,22 @@ def make_fp8_moe_quant_config(
     Raises:
         ConfigError: switches, keys and tensors contradict each other.
     """
+    tensors = tensor_arguments(locals())
     if weight_key is not None:
         if block_shape is not None or per_act_token_quant or per_out_ch_quant:
             raise ConfigError("weight_key says the kind: leave out block_shape, per_act_token_quant, per_out_ch_quant")
         if weight_only and activation_key is not None:
             raise ConfigError(f"weight_only means 16-bit activations, the activation key is {activation_key}")
-        return make_quant_config(
-            weight_key=weight_key,
-            activation_key=activation_key,
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            a1_scale=a1_scale,
-            a2_scale=a2_scale,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-            canonical=True,
-        )
+        return make_quant_config(weight_key=weight_key, activation_key=activation_key, canonical=True, **tensors)
     if activation_key is not None:
         raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
     if weight_only:
         if a1_scale is not None or a2_scale is not None or per_act_token_quant:
             raise ConfigError("weight_only means 16-bit activations: they have no scales")
-        return fp8_w8a16_moe_quant_config(
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-            block_shape=block_shape,
-            per_out_ch_quant=per_out_ch_quant,
-        )
+        return fp8_w8a16_moe_quant_config(block_shape=block_shape, per_out_ch_quant=per_out_ch_quant, **tensors)
     return fp8_w8a8_moe_quant_config(
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        a1_scale=a1_scale,
-        a2_scale=a2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
         per_act_token_quant=per_act_token_quant,
         per_out_ch_quant=per_out_ch_quant,
         block_shape=block_shape,
+        **tensors,
     )

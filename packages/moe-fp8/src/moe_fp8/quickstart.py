@@ -10,7 +10,7 @@ _LAYERS = 2
 
 
 def _store(weight: Tensor) -> dict[str, Tensor]:
-    codes, scale, _ = quantize_weight(weight, kFp8Static128BlockSym)
+    codes, scale, *_ = quantize_weight(weight, kFp8Static128BlockSym)
     return {".weight": codes, ".weight_scale_inv": scale}
 
 

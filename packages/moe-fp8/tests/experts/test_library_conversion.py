@@ -6,7 +6,7 @@ import pytest
 import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, MoEWeights
 from moe_core.spec.device import DeviceInfo
-from moe_core.spec.weights import scale_shape
+from moe_core.spec.roles import scale_shape
 from moe_fp8.scheme import SCHEME
 
 pytestmark = pytest.mark.gpu

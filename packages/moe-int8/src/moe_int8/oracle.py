@@ -22,6 +22,7 @@ from moe_core import (
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenSym,
     make_quant_config,
+    tensor_arguments,
 )
 
 from moe_int8.scheme import SCHEME, of_type
@@ -81,19 +82,7 @@ def convert_to_int8_moe_kernel_format(
     Raises:
         TensorError: the tensors do not fit the selection.
     """
-    return _FUNCTIONS.convert(
-        selection,
-        w13=w13,
-        w2=w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_input_scale=w13_input_scale,
-        w2_input_scale=w2_input_scale,
-        w13_input_zero_point=w13_input_zero_point,
-        w2_input_zero_point=w2_input_zero_point,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-    )
+    return _FUNCTIONS.convert(**locals())
 
 
 def convert_to_w4a8_int8_moe_kernel_format(
@@ -125,9 +114,7 @@ def convert_to_w4a8_int8_moe_kernel_format(
     Raises:
         TensorError: the tensors do not fit the selection.
     """
-    return convert_to_int8_moe_kernel_format(
-        selection, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=w13_bias, w2_bias=w2_bias
-    )
+    return _FUNCTIONS.convert(**locals())
 
 
 def make_int8_moe_quant_config(
@@ -171,39 +158,18 @@ def make_int8_moe_quant_config(
     Raises:
         ConfigError: switches, keys and tensors contradict each other.
     """
+    tensors = tensor_arguments(locals())
     if weight_key is not None:
         if weight_only and activation_key is not None:
             raise ConfigError(f"weight_only means 16-bit activations, the activation key is {activation_key}")
-        return make_quant_config(
-            weight_key=weight_key,
-            activation_key=activation_key,
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            a1_scale=a1_scale,
-            a2_scale=a2_scale,
-            a1_zp=a1_zp,
-            a2_zp=a2_zp,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-            canonical=True,
-        )
+        return make_quant_config(weight_key=weight_key, activation_key=activation_key, canonical=True, **tensors)
     if activation_key is not None:
         raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
     if weight_only:
         if any(tensor is not None for tensor in (a1_scale, a2_scale, a1_zp, a2_zp)):
             raise ConfigError("weight_only means 16-bit activations: they have no scales and no zero points")
-        return int8_w8a16_moe_quant_config(w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=w1_bias, w2_bias=w2_bias)
-    return int8_w8a8_moe_quant_config(
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        a1_scale=a1_scale,
-        a2_scale=a2_scale,
-        a1_zp=a1_zp,
-        a2_zp=a2_zp,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-        per_act_token_quant=per_act_token_quant,
-    )
+        return int8_w8a16_moe_quant_config(**tensors)
+    return int8_w8a8_moe_quant_config(per_act_token_quant=per_act_token_quant, **tensors)
 
 
 def make_w4a8_int8_moe_quant_config(
@@ -231,14 +197,8 @@ def make_w4a8_int8_moe_quant_config(
     Raises:
         ConfigError: ``weight_key`` is not an int4 key, or contradicts the tensors.
     """
+    given = dict(locals())
     reason = of_type(INT4, "make_int8_moe_quant_config")(as_quant_key(weight_key, "weight_key"))
     if reason is not None:
         raise ConfigError(reason)
-    return make_int8_moe_quant_config(
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-        weight_key=weight_key,
-        activation_key=activation_key,
-    )
+    return make_int8_moe_quant_config(**given)

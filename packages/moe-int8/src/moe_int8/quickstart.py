@@ -12,7 +12,7 @@ _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 
 def _store(weight: Tensor) -> dict[str, Tensor]:
     # quantize with the scale as stored
-    codes, scale, _ = quantize_weight(weight, kInt8StaticChannelSym.with_scale_dtype(torch.bfloat16))
+    codes, scale, *_ = quantize_weight(weight, kInt8StaticChannelSym.with_scale_dtype(torch.bfloat16))
     return {".weight": codes, ".weight_scale": scale}
 
 

@@ -70,17 +70,7 @@ def convert_to_mxfp4_moe_kernel_format(
     Raises:
         TensorError: names the tensor, the value found and what was expected.
     """
-    return _FUNCTIONS.convert(
-        selection,
-        w13=w13,
-        w2=w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-        w13_input_scale=w13_input_scale,
-        w2_input_scale=w2_input_scale,
-    )
+    return _FUNCTIONS.convert(**locals())
 
 
 def make_mxfp4_moe_quant_config(
@@ -111,17 +101,7 @@ def make_mxfp4_moe_quant_config(
         ConfigError: keys and tensors contradict each other.
         TensorError: a shape or dtype is wrong.
     """
-    return make_quant_config(
-        weight_key=kMxfp4Static,
-        activation_key=activation_key,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-        a1_scale=a1_scale,
-        a2_scale=a2_scale,
-        canonical=True,
-    )
+    return make_quant_config(weight_key=kMxfp4Static, canonical=True, **locals())
 
 
 def mxfp4_round_up_hidden_size_and_intermediate_size(

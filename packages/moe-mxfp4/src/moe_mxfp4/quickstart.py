@@ -10,7 +10,7 @@ from torch import Tensor
 def _store(weight: Tensor) -> dict[str, Tensor]:
     experts, rows, columns = weight.shape
     # All rows have the same distribution, so any row order is equally valid.
-    codes, scale, _ = quantize_weight(weight, kMxfp4Static)
+    codes, scale, *_ = quantize_weight(weight, kMxfp4Static)
     return {
         "_blocks": codes.view(experts, rows, columns // 32, 16),
         "_scales": scale,

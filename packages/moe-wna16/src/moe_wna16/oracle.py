@@ -17,6 +17,7 @@ from moe_core import (
     check_shape,
     kInt4Static,
     make_quant_config,
+    tensor_arguments,
     wna16_moe_quant_config,
 )
 
@@ -129,21 +130,7 @@ def convert_to_wna16_moe_kernel_format(
     Raises:
         TensorError: names the tensor, the value found and what was expected.
     """
-    return _FUNCTIONS.convert(
-        selection,
-        w13=w13,
-        w2=w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_zero_point=w13_zero_point,
-        w2_zero_point=w2_zero_point,
-        w13_g_idx=w13_g_idx,
-        w2_g_idx=w2_g_idx,
-        w13_pre_scale=w13_pre_scale,
-        w2_pre_scale=w2_pre_scale,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-    )
+    return _FUNCTIONS.convert(**locals())
 
 
 def make_wna16_moe_quant_config(
@@ -192,55 +179,29 @@ def make_wna16_moe_quant_config(
         ConfigError: keys and tensors contradict each other.
         TensorError: a shape or dtype is wrong.
     """
+    tensors = tensor_arguments(locals())
     key = as_quant_key(weight_key, "weight_key")
     if key is None:
         if num_bits is None or group_size is None:
             raise ConfigError("weight_key is missing: give it, or num_bits and group_size")
         if activation_key is not None:
             raise ConfigError(f"activation_key is {activation_key}, but weight_key is missing")
-        quant = wna16_moe_quant_config(
-            num_bits=num_bits,
-            group_size=group_size,
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_zp=w1_zp,
-            w2_zp=w2_zp,
-            w1_g_idx=w1_g_idx,
-            w2_g_idx=w2_g_idx,
-            w1_pre_scale=w1_pre_scale,
-            w2_pre_scale=w2_pre_scale,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-        )
-        _check_groups(group_size, w1_scale, w2_scale, permuted=w1_g_idx is not None)
-        return quant
-    if num_bits is not None or group_size is not None:
+        quant = wna16_moe_quant_config(num_bits=num_bits, group_size=group_size, **tensors)
+    elif num_bits is not None or group_size is not None:
         raise ConfigError(f"weight_key is {key}: leave out num_bits and group_size")
-    quant = make_quant_config(
-        weight_key=key,
-        activation_key=activation_key,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_zp=w1_zp,
-        w2_zp=w2_zp,
-        w1_g_idx=w1_g_idx,
-        w2_g_idx=w2_g_idx,
-        w1_pre_scale=w1_pre_scale,
-        w2_pre_scale=w2_pre_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-        canonical=True,
-    )
-    _check_groups(key.group_size, w1_scale, w2_scale, permuted=key.permuted)
+    else:
+        quant = make_quant_config(weight_key=key, activation_key=activation_key, canonical=True, **tensors)
+    _check_groups(quant.weight_key, w1_scale, w2_scale)
     return quant
 
 
-def _check_groups(size: int, w1_scale: Tensor, w2_scale: Tensor, *, permuted: bool) -> None:
+def _check_groups(key: QuantKey | None, w1_scale: Tensor, w2_scale: Tensor) -> None:
     """Raise TensorError if the groups do not match the rows of the other matrix's scales."""
     check_shape("w1_scale", w1_scale, ("E", "2N", "G"))
     check_shape("w2_scale", w2_scale, (w1_scale.shape[0], "K", "G"))
-    if permuted:
+    if key is None or key.permuted:
         return
+    size = key.group_size
     (_, rows, groups), (_, hidden, second) = w1_scale.shape, w2_scale.shape
     expected = -(-hidden // size) if size > 0 else 1
     if groups != expected:

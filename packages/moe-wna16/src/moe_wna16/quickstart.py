@@ -15,7 +15,7 @@ _ZEROS = 0x77777777
 
 def _store(weight: Tensor) -> dict[str, Tensor]:
     experts, rows, columns = weight.shape
-    codes, scale, _ = quantize_weight(weight, kInt4Static.with_group(1, GROUP).with_scale_dtype(torch.float16))
+    codes, scale, *_ = quantize_weight(weight, kInt4Static.with_group(1, GROUP).with_scale_dtype(torch.float16))
     return {
         # a word holds eight columns of a row; the words of a row are stacked vertically
         ".qweight": codes.view(torch.int32).mT,

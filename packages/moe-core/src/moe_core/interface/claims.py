@@ -15,7 +15,7 @@ from moe_core.spec.activation import MoEActivation
 from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.spec.device import DeviceInfo, DeviceRange
 from moe_core.spec.environment import Environment, Requirement
-from moe_core.spec.quant_key import KeyPattern, QuantKey, check_one_level, key_name
+from moe_core.spec.quant_key import KeyPattern, QuantKey, key_name
 from moe_core.spec.routing import RoutingMethodType
 
 KeyClaim = QuantKey | KeyPattern | None
@@ -248,22 +248,14 @@ class Claims:
 
         Returns:
             The reasons; empty if the request is covered.
-
-        Raises:
-            ConfigError: A key has two levels of scales.
         """
-        check_one_level(weight_key, "weight_key")
-        check_one_level(activation_key, "activation_key")
         reasons: list[str] = []
         against = [r.reason_against(device) for r in self.devices]
         if all(reason is not None for reason in against):
             reasons.append(f"needs {' or '.join(map(str, self.devices))}, device is {device}")
         reasons += [r for r in map(environment.reason_against, self.requires) if r is not None]
         reasons += self._key_reasons(weight_key, activation_key)
-        shared = (
-            activation_key is not None and not activation_key.is_static and activation_key.group_shape.is_per_tensor
-        )
-        if config.batch_invariant and shared:
+        if config.batch_invariant and activation_key is not None and activation_key.spans_tokens:
             reasons.append("is not batch invariant with a dynamic scale that all tokens share")
         reasons += self._layer_reasons(config, weight_key)
         return reasons

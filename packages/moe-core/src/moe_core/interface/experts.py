@@ -37,7 +37,7 @@ from moe_core.interface.claims import Claims
 from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import Environment
-from moe_core.spec.quant_key import QuantKey, check_one_level
+from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import KernelWeights, MoEWeights
 from moe_core.spec.workspace import WorkspaceSpec
 
@@ -113,8 +113,6 @@ class FusedMoEExperts(ABC):
         activation_key: QuantKey | None,
         device: DeviceInfo | None = None,
     ) -> None:
-        check_one_level(weight_key, "weight_key")
-        check_one_level(activation_key, "activation_key")
         self.config = config
         self.weight_key = weight_key
         self.activation_key = activation_key

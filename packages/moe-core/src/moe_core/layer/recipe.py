@@ -14,14 +14,8 @@ from moe_core.selection.report import Selection
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_config import FusedMoEQuantConfig
 from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.roles import ROLES, matrices
 from moe_core.spec.weights import MoEWeights
-
-_STATIC = {
-    "w13_input_scale": "a1_scale",
-    "w2_input_scale": "a2_scale",
-    "w13_input_zero_point": "a1_zp",
-    "w2_input_zero_point": "a2_zp",
-}
 
 
 def recipe_of(selection: Selection) -> OnlineQuantization:
@@ -72,13 +66,13 @@ def completed(
     """
     key, activation = selection.weight_key, selection.activation_key
     extra: dict[str, Any] = {}
-    if activation is not None and activation.is_static:
-        for name, there in _STATIC.items():
-            tensor = getattr(weights, name)
-            extra[name] = getattr(held, there) if tensor is None else tensor
-    if key is not None and key.permuted:
-        for name, columns in (("w13", config.hidden_size), ("w2", config.intermediate_size)):
-            extra[f"{name}_g_idx"] = _groups(key, weights.w13.shape[0], columns, weights.w13.device)
+    for number, matrix in enumerate(matrices(config, key, activation), start=1):
+        for role in ROLES:
+            if role.of_activations and matrix.has(role):
+                tensor = getattr(weights, matrix.field(role))
+                extra[matrix.field(role)] = getattr(held, role.argument(number)) if tensor is None else tensor
+        if key is not None and key.permuted:
+            extra[f"{matrix.name}_g_idx"] = _groups(key, weights.w13.shape[0], matrix.cols, weights.w13.device)
     return replace(weights, weight_key=key, activation_key=activation, **extra)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from moe_core.errors import ConfigError
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_key import GroupShape, QuantKey
+from moe_core.spec.roles import BIAS, CODES, ROLES, Role, matrices
 from moe_core.spec.weights import MoEWeights
 
 #: Uneven shards are multiples of this number of columns, since GEMM tiles are no smaller.
@@ -131,21 +132,15 @@ def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | N
     if own is None or weight_key is None or own == weight_key:
         return weights
     coarse, fine = own.group_shape, weight_key.group_shape
-    inter, hidden = config.intermediate_size, config.hidden_size
     changed: dict[str, Any] = {}
-    for name, parts, rows, cols in (
-        ("w13", 2 if config.is_gated else 1, inter, hidden),
-        ("w2", 1, hidden, inter),
-    ):
-        grid = fine.grid(rows, cols)
-        for suffix in ("scale", "zero_point"):
-            tensor: Tensor | None = getattr(weights, f"{name}_{suffix}")
-            if tensor is None:
-                continue
-            split = tensor.view(tensor.shape[0], parts, -1, tensor.shape[-1])
-            split = _repeated(split, 2, coarse.row, fine.row)[:, :, : grid[0]]
-            split = _repeated(split, 3, coarse.col, fine.col)[..., : grid[1]]
-            changed[f"{name}_{suffix}"] = split.flatten(1, 2).contiguous()
+    for matrix, role in itertools.product(matrices(config, weight_key, weights.activation_key), ROLES):
+        tensor: Tensor | None = getattr(weights, matrix.field(role))
+        if tensor is None or not role.per_group:
+            continue
+        split = tensor.view(tensor.shape[0], matrix.parts, -1, tensor.shape[-1])
+        split = _repeated(_repeated(split, 2, coarse.row, fine.row), 3, coarse.col, fine.col)
+        _, rows, cols = matrix.shape(role)
+        changed[matrix.field(role)] = split[:, :, : rows // matrix.parts, :cols].flatten(1, 2).contiguous()
     return replace(weights, weight_key=weight_key, **changed)
 
 
@@ -165,34 +160,22 @@ def cut_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: in
     if (begin, end) == (0, config.intermediate_size) and with_bias:
         return weights
     key = weights.weight_key
-    parts = 2 if config.is_gated else 1
-
-    def rows(tensor: Tensor, first: int, last: int) -> Tensor:
-        """The given rows of gate and up, [E, parts * rows, ...]."""
-        split = tensor.view(tensor.shape[0], parts, -1, *tensor.shape[2:])
-        return split[:, :, first:last].clone(memory_format=torch.contiguous_format).flatten(1, 2)
-
-    def columns(tensor: Tensor, first: int, last: int) -> Tensor:
-        return tensor[..., first:last].clone(memory_format=torch.contiguous_format)
-
-    per_word = 1 if key is None or key.packing is None else key.packing.values_per_word
-    cut: dict[str, Any] = {
-        "w13": rows(weights.w13, begin, end),
-        "w2": columns(weights.w2, begin // per_word, -(-end // per_word)),
-    }
-    row, col = (-1, -1) if key is None else (key.group_shape.row, key.group_shape.col)
-    for name, tensor in weights.tensors():
-        if name in ("w13_scale", "w13_zero_point") and row != -1:
-            cut[name] = rows(tensor, begin // row, -(-end // row))
-        elif name in ("w2_scale", "w2_zero_point") and col != -1 and not (key is not None and key.permuted):
-            cut[name] = columns(tensor, begin // col, -(-end // col))
-        elif name == "w13_bias":
-            cut[name] = rows(tensor, begin, end)
-        elif name in ("w2_g_idx", "w2_pre_scale"):
-            cut[name] = columns(tensor, begin, end)
-        elif name == "w2_bias" and not with_bias:
-            cut[name] = torch.zeros_like(tensor)
-    return replace(weights, **cut)
+    changed: dict[str, Any] = {}
+    for matrix, role in itertools.product(matrices(config, key, weights.activation_key), ROLES):
+        tensor: Tensor | None = getattr(weights, matrix.field(role))
+        if tensor is None:
+            continue
+        row, col = role.extents(matrix.key(role))
+        if matrix.name == "w13" and row is not None and row != -1:
+            stacked = tensor.view(tensor.shape[0], matrix.parts, -1, *tensor.shape[2:])
+            part = stacked[:, :, begin // row : -(-end // row)]
+            changed[matrix.field(role)] = part.clone(memory_format=torch.contiguous_format).flatten(1, 2)
+        elif matrix.name == "w2" and col is not None and col != -1 and not _permuted(role, key):
+            part = tensor[..., begin // col : -(-end // col)]
+            changed[matrix.field(role)] = part.clone(memory_format=torch.contiguous_format)
+        elif matrix.name == "w2" and role is BIAS and not with_bias:
+            changed[matrix.field(role)] = torch.zeros_like(tensor)
+    return replace(weights, **changed)
 
 
 def share(count: int, size: int, rank: int) -> tuple[int, int]:
@@ -277,12 +260,18 @@ def _extents(weight_key: QuantKey | None, activation_key: QuantKey | None) -> It
 
     These are rows of a scale group of gate and up, columns of one of w2 and of h, and values per word.
     """
-    if weight_key is not None:
-        yield weight_key.group_shape.row
-        yield 1 if weight_key.permuted else weight_key.group_shape.col
-        yield 1 if weight_key.packing is None else weight_key.packing.values_per_word
+    for role in ROLES:
+        if not role.of_activations and (role is CODES or role.needed(weight_key)):
+            row, col = role.extents(weight_key)
+            yield row or 1
+            yield 1 if _permuted(role, weight_key) else col or 1
     if activation_key is not None:
-        yield activation_key.group_shape.col
+        yield from (scale.group_shape.col for scale in activation_key.scales)
+
+
+def _permuted(role: Role, key: QuantKey | None) -> bool:
+    """Whether ``g_idx`` assigns columns to the elements of a tensor: a shard then keeps all of them."""
+    return role.per_group and key is not None and key.permuted
 
 
 def _unit(weight_key: QuantKey | None, activation_key: QuantKey | None) -> int:
@@ -293,12 +282,12 @@ def _unit(weight_key: QuantKey | None, activation_key: QuantKey | None) -> int:
 def _finer(key: QuantKey | None, divisor: int) -> QuantKey | None:
     """Return the key with groups that tile ``divisor`` columns.
 
-    OCP MX groups keep their size, since hardware reads them.
+    Groups with 8-bit scales (OCP MX, NVFP4) keep their size, since hardware reads them.
     """
     if key is None or key.permuted:
         return key
     shape = key.group_shape
-    if shape.row == 1 and key.scale.dtype is torch.uint8:
+    if shape.row == 1 and key.scale.dtype.itemsize == 1:
         return key
     fine = GroupShape(*(extent if extent == -1 else math.gcd(extent, divisor) for extent in (shape.row, shape.col)))
     return key if fine == shape else key.with_group(fine.row, fine.col)

@@ -323,40 +323,40 @@ class Steps:
         Returns:
             [rows, cols].
         """
-        stored: Tensor = getattr(self.weights, name)[expert : expert + 1]
+        own = {role: tensor[expert : expert + 1] for role, tensor in self.weights.of(name).items()}
         key = self.weights.weight_key
         if key is None:
-            return self.round(stored[0].to(self.wide))
-
-        def part(suffix: str) -> Tensor | None:
-            tensor: Tensor | None = getattr(self.weights, f"{name}_{suffix}")
-            return None if tensor is None else tensor[expert : expert + 1]
-
-        scale = part("scale")
-        if scale is None:
-            raise TensorError(f"{name}_scale is missing")
-        first = name == "w13"
+            return self.round(own[""][0].to(self.wide))
         values = dequantize_weight(
-            stored,
-            scale,
+            own[""],
+            own["scale"],
             key,
-            parts=2 if first and self.config.is_gated else 1,
-            zero_point=part("zero_point"),
-            g_idx=part("g_idx"),
-            cols=self.config.hidden_size if first else self.config.intermediate_size,
+            parts=2 if name == "w13" and self.config.is_gated else 1,
+            zero_point=own.get("zero_point"),
+            g_idx=own.get("g_idx"),
+            scale2=own.get("scale2"),
+            cols=self.config.hidden_size if name == "w13" else self.config.intermediate_size,
             dtype=self.wide,
         )
         return self.round(values[0])
 
+    def input_tensors(self, name: str, expert: int) -> dict[str, Tensor]:
+        """Return the static scales and zero point of one expert's activations.
+
+        Args:
+            name: "w13" or "w2".
+            expert: Local expert.
+
+        Returns:
+            Scalars, by the argument names of :func:`moe_core.reference.quantization.fake_quantize`.
+        """
+        tensors = self.weights.of(name).items()
+        return {role.removeprefix("input_"): one[expert] for role, one in tensors if role.startswith("input_")}
+
     def _linear(self, name: str, expert: int, x: Tensor) -> Tensor:
         key = self.activation_key
         if key is not None and key.is_static:
-            scales: Tensor | None = getattr(self.weights, f"{name}_input_scale")
-            if scales is None:
-                raise TensorError(f"{name}_input_scale is missing, the activation key is {key}")
-            zero_points: Tensor | None = getattr(self.weights, f"{name}_input_zero_point")
-            zero_point = None if zero_points is None else zero_points[expert]
-            x = self.round(fake_quantize(x, key, scale=scales[expert], zero_point=zero_point))
+            x = self.round(fake_quantize(x, key, **self.input_tensors(name, expert)))
         result = x @ self.weight(name, expert).T
         bias: Tensor | None = getattr(self.weights, f"{name}_bias")
         return result if bias is None else result + bias[expert].to(self.wide)

@@ -9,6 +9,10 @@ With ``amax`` over the elements that share a scale, all in float32:
       "even"       the same with amax rounded to the precision of codes: it goes up from 1.75 times a power of two
                    (e2m1), or 1.9375 times (e4m3)
 
+With a second level of scales, that scale is ``amax / (max_value * largest scale)`` of the elements that share it, and
+the first level is computed from the elements divided by it, and stored in its own dtype. A value is divided by the
+product of both.
+
 ``round`` is to nearest, ties to even, and saturates at the element type's largest finite value. The range of values
 with zero points always includes 0. A scale narrower than float32 is rounded before it is used.
 
@@ -18,23 +22,25 @@ like any value that is too large. If the scale is computed from it, the whole gr
 scale of activations covers the finite values only, so that one token's NaN or Inf does not affect other tokens.
 
 Tensors are weights ``[E, rows, K]`` or activations ``[M, K]``. In weights, ``parts`` stacked matrices (2 for gate and
-up) have separate scale rows (see :func:`moe_core.spec.weights.scale_shape`). This module is the reference that
+up) have separate scale rows (see :func:`moe_core.spec.roles.scale_shape`). This module is the reference that
 kernels are measured against, and fast enough to quantize a layer at load time.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_core._support.e4m3 import decode_e4m3
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape
-from moe_core.spec.numerics import AMAX_FLOOR, E2M1_VALUES, FP4_E2M1, FP8_E4M3, NumberKind, e8m0_to_float32, is_e8m0
-from moe_core.spec.quant_key import Packing, QuantKey, check_one_level
-from moe_core.spec.weights import MoEWeights, scale_shape, storage_dtypes, with_groups_of
+from moe_core.spec.numerics import AMAX_FLOOR, NumberKind, e8m0_to_float32, is_e8m0
+from moe_core.spec.quant_key import Packing, QuantKey, ScaleDesc
+from moe_core.spec.roles import scale_shape, storage_dtypes
+from moe_core.spec.weights import MoEWeights, with_groups_of
 
 
 class Quantized(NamedTuple):
@@ -44,11 +50,13 @@ class Quantized(NamedTuple):
         values: Codes in canonical storage.
         scale: Their scale.
         zero_point: Zero points, if the key has them.
+        scale2: Second level of scales, if the key has one.
     """
 
     values: Tensor
     scale: Tensor
     zero_point: Tensor | None = None
+    scale2: Tensor | None = None
 
 
 def quantize_weight(
@@ -60,6 +68,7 @@ def quantize_weight(
     groups: int | None = None,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
+    scale2: Tensor | None = None,
 ) -> Quantized:
     """Quantize weights as ``key`` specifies; see the module docstring.
 
@@ -71,23 +80,28 @@ def quantize_weight(
         groups: Number of groups, if it is not the one that follows from K and the key's group size.
         scale: Scale to use instead of a computed one.
         zero_point: Zero points to use with ``scale``, for keys that have them.
+        scale2: Second scale to use instead of a computed one; required with ``scale``, for keys that have it.
 
     Returns:
-        Canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scale and
-            zero point in the shape of :func:`moe_core.spec.weights.scale_shape`.
+        Canonical tensors: values ``[E, rows, K]`` (packed: K divided by the values per word, rounded up), scales and
+            zero point in the shape of :func:`moe_core.spec.roles.scale_shape`.
 
     Raises:
         TensorError: Tensors do not fit together or the key.
-        ConfigError: ``scale`` and ``zero_point`` do not fit the key.
+        ConfigError: ``scale``, ``scale2`` and ``zero_point`` do not fit the key.
     """
     check_shape("w", w, ("E", "rows", "K"))
     check_instance("key", key, QuantKey)
     _check_parts(w.shape[1], parts)
     _check_g_idx(key, g_idx, w)
     if scale is not None:
-        if key.symmetric is not (zero_point is None):
-            state = "given" if zero_point is not None else "missing beside the given scale"
-            raise ConfigError(f"zero_point is {state}, the key is {key}")
+        for name, tensor, needed in (
+            ("zero_point", zero_point, not key.symmetric),
+            ("scale2", scale2, key.scale2 is not None),
+        ):
+            if needed is not (tensor is not None):
+                state = "given" if tensor is not None else "missing beside the given scale"
+                raise ConfigError(f"{name} is {state}, the key is {key}")
         expected = with_groups_of(scale, scale_shape(key, w.shape[0], w.shape[1], w.shape[2], parts), key)
         check_shape("scale", scale, expected)
         check_dtype("scale", scale, (key.scale.dtype,))
@@ -95,11 +109,12 @@ def quantize_weight(
             check_shape("zero_point", zero_point, expected)
     elif zero_point is not None:
         raise ConfigError("zero_point is given without its scale")
+    w, scale2 = _divided(w.float(), w, key, parts, scale2)
     if g_idx is not None:
-        codes, scale, zero_point = _quantize_permuted(w.float(), key, parts, g_idx, groups, scale, zero_point)
+        codes, scale, zero_point = _quantize_permuted(w, key, parts, g_idx, groups, scale, zero_point)
     else:
-        codes, scale, zero_point = _quantize(w.float(), key, parts, scale, zero_point)
-    return Quantized(_pack(codes, key), scale, zero_point)
+        codes, scale, zero_point = _quantize(w, key, parts, scale, zero_point)
+    return Quantized(_pack(codes, key), scale, zero_point, scale2)
 
 
 def dequantize_weight(
@@ -110,13 +125,14 @@ def dequantize_weight(
     parts: int = 1,
     zero_point: Tensor | None = None,
     g_idx: Tensor | None = None,
+    scale2: Tensor | None = None,
     cols: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Dequantize canonical weights.
 
     For float64 the computation is in float64, where every value is exact. Otherwise it is in float32, rounded once
-    per element, and once more to a narrower ``dtype``.
+    per element and scale, and once more to a narrower ``dtype``.
 
     Args:
         q: [E, rows, K / values per word].
@@ -125,6 +141,7 @@ def dequantize_weight(
         parts: Number of stacked matrices (gate and up: 2).
         zero_point: Zero points, for keys that have them.
         g_idx: [E, K], the group of each column, for permuted keys.
+        scale2: Second scale in the canonical shape, for keys that have one.
         cols: K, if the last packed word is not full.
         dtype: Dtype of the result.
 
@@ -146,43 +163,59 @@ def dequantize_weight(
     check_shape("scale", scale, expected)
     if (zero_point is None) != key.symmetric:
         raise TensorError(f"zero_point is {'missing' if zero_point is None else 'given'}, the key is {key}")
+    if (scale2 is None) != (key.scale2 is None):
+        raise TensorError(f"scale2 is {'missing' if scale2 is None else 'given'}, the key is {key}")
     values = _decode(codes, key, wide)
     if not values.numel():
         return values.to(dtype)
-    factor = scale_values(scale, key).to(wide)
-    grid = Grid.of(key, experts, rows, width, parts)
+    factor = scale_values(scale).to(wide)
+    grid = Grid.of(key.scale, experts, rows, width, parts)
     if zero_point is not None:
         check_shape("zero_point", zero_point, expected)
         values = values.sub_(grid.spread(zero_point.to(wide), g_idx))
     if g_idx is not None:
-        return values.mul_(grid.spread(factor, g_idx)).to(dtype)
-    return grid.multiply_(values, factor).to(dtype)
+        values.mul_(grid.spread(factor, g_idx))
+    else:
+        grid.multiply_(values, factor)
+    if scale2 is not None and key.scale2 is not None:
+        check_shape("scale2", scale2, scale_shape(key.scale2, experts, rows, width, parts))
+        Grid.of(key.scale2, experts, rows, width, parts).multiply_(values, scale_values(scale2).to(wide))
+    return values.to(dtype)
 
 
 def quantize_tensor(
-    x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero_point: Tensor | None = None
+    x: Tensor,
+    key: QuantKey,
+    *,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    scale2: Tensor | None = None,
 ) -> Quantized:
     """Quantize activations as ``key`` specifies.
 
     Args:
         x: [M, K].
         key: Quantization key.
-        scale: Scale to use instead of a computed one; required for a static key.
+        scale: Scale to use instead of a computed one; required for a static scale.
         zero_point: Zero points to use with ``scale``, for keys that have them.
+        scale2: Second scale to use instead of a computed one; required for a static second scale.
 
     Returns:
-        Values [M, K] and scale in the key's grid ([1] per tensor).
+        Values [M, K] and scales in the key's grid ([1] per tensor).
 
     Raises:
-        TensorError: The scale of a static key is missing.
+        TensorError: A static scale is missing.
     """
     check_shape("x", x, ("M", "K"))
-    if scale is None and key.is_static:
-        raise TensorError(f"the scale is missing, the activation key is {key}")
-    if scale is not None:
-        scale = _as_grid(scale, key, x)
-        zero_point = None if zero_point is None else _as_grid(zero_point, key, x)
+    for name, level, tensor in (("scale", key.scale, scale), ("scale2", key.scale2, scale2)):
+        if tensor is None and level is not None and level.static:
+            raise TensorError(f"{name} is missing, the activation key is {key}")
+    scale, zero_point = _as_grid(scale, key.scale, x), _as_grid(zero_point, key.scale, x)
     x = x.float()
+    if key.scale2 is not None:
+        finite = torch.where(x.isfinite(), x, 0.0)
+        divided, scale2 = _divided(x[None], finite[None], key, 1, _as_grid(scale2, key.scale2, x))
+        x = divided[0]
     if scale is None and key.group_shape.is_per_tensor and x.numel():
         finite = x.isfinite()
         given = torch.where(finite, x, 0.0)
@@ -190,24 +223,37 @@ def quantize_tensor(
         scale, zero_point = scale_of_range(low.view(1, 1), high.view(1, 1), key)
         x = torch.where(finite, x, torch.nan)
     codes, scale, zero_point = _quantize(x[None], key, 1, scale, zero_point)
-    return Quantized(_pack(codes, key)[0], scale[0], None if zero_point is None else zero_point[0])
+    return Quantized(
+        _pack(codes, key)[0],
+        scale[0],
+        None if zero_point is None else zero_point[0],
+        None if scale2 is None else scale2[0],
+    )
 
 
-def fake_quantize(x: Tensor, key: QuantKey, *, scale: Tensor | None = None, zero_point: Tensor | None = None) -> Tensor:
+def fake_quantize(
+    x: Tensor,
+    key: QuantKey,
+    *,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    scale2: Tensor | None = None,
+) -> Tensor:
     """Quantize and dequantize activations.
 
     Args:
         x: [M, K].
         key: Quantization key.
-        scale: Scale to use instead of a computed one; required for a static key.
+        scale: Scale to use instead of a computed one; required for a static scale.
         zero_point: Zero points to use with ``scale``, for keys that have them.
+        scale2: Second scale to use instead of a computed one; required for a static second scale.
 
     Returns:
         [M, K] in the dtype of ``x``; float64 values are exact.
     """
     if x.numel() == 0:
         return x.clone()
-    quantized = quantize_tensor(x, key, scale=scale, zero_point=zero_point)
+    quantized = quantize_tensor(x, key, scale=scale, zero_point=zero_point, scale2=scale2)
     values = dequantize_tensor(quantized, key, cols=x.shape[1], dtype=x.dtype)
     return values if key.dtype.kind is NumberKind.FLOAT else values.masked_fill_(_lost(x, key), torch.nan)
 
@@ -223,7 +269,6 @@ def integer_row_scales(scale: Tensor, x: Tensor, key: QuantKey) -> Tensor:
     Returns:
         [R, 1].
     """
-    check_one_level(key)
     rows = scale.reshape(-1, 1).expand(len(x), 1)
     return rows.masked_fill(_lost(x, key).any(dim=1, keepdim=True), torch.nan)
 
@@ -233,7 +278,7 @@ def _lost(x: Tensor, key: QuantKey) -> Tensor:
 
     They include Inf if the scale is computed from the values.
     """
-    return x.isnan() if key.is_static else ~x.isfinite()
+    return x.isnan() if key.scale.static else ~x.isfinite()
 
 
 def dequantize_tensor(
@@ -250,10 +295,10 @@ def dequantize_tensor(
     Returns:
         [M, K].
     """
-    zero_point = None if quantized.zero_point is None else quantized.zero_point[None]
-    return dequantize_weight(
-        quantized.values[None], quantized.scale[None], key, zero_point=zero_point, cols=cols, dtype=dtype
-    )[0]
+    values, scale, zero_point, scale2 = (None if tensor is None else tensor[None] for tensor in quantized)
+    if values is None or scale is None:
+        raise TensorError("quantized has no values or no scale")
+    return dequantize_weight(values, scale, key, zero_point=zero_point, scale2=scale2, cols=cols, dtype=dtype)[0]
 
 
 def quantize_moe_weights(
@@ -263,16 +308,11 @@ def quantize_moe_weights(
     gated: bool,
     weight_key: QuantKey | None,
     activation_key: QuantKey | None = None,
-    w13_input_scale: Tensor | None = None,
-    w2_input_scale: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
     w13_g_idx: Tensor | None = None,
     w2_g_idx: Tensor | None = None,
     w13_groups: int | None = None,
     w2_groups: int | None = None,
-    w13_pre_scale: Tensor | None = None,
-    w2_pre_scale: Tensor | None = None,
+    **kept: Tensor | None,
 ) -> MoEWeights:
     """Quantize the float weights of a layer to canonical weights.
 
@@ -282,46 +322,26 @@ def quantize_moe_weights(
         gated: Whether w13 has gate and up rows.
         weight_key: Quantization key; None keeps the weights as they are.
         activation_key: Quantization key of the activations, recorded in the result.
-        w13_input_scale: [E], static activation scales, passed through to the result.
-        w2_input_scale: [E], static activation scales, passed through to the result.
-        w13_bias: [E, 2N], passed through to the result.
-        w2_bias: [E, K], passed through to the result.
         w13_g_idx: [E, K], the group of each column, for permuted keys.
         w2_g_idx: [E, N], the group of each column, for permuted keys.
         w13_groups: Number of groups, see :func:`quantize_weight`.
         w2_groups: Number of groups, see :func:`quantize_weight`.
-        w13_pre_scale: [E, K], factors of inputs, passed through to the result.
-        w2_pre_scale: [E, N], factors of inputs, passed through to the result.
+        kept: Other tensors of :class:`moe_core.MoEWeights`, passed through to the result: static activation scales,
+            biases, factors of inputs.
 
     Returns:
         The canonical weights.
     """
     check_instance("gated", gated, bool)
     check_instance("weight_key", weight_key, QuantKey, type(None))
-    w13_scale = w2_scale = w13_zero_point = w2_zero_point = None
+    tensors: dict[str, Any] = {"w13": w13, "w2": w2, "w13_g_idx": w13_g_idx, "w2_g_idx": w2_g_idx, **kept}
     if weight_key is not None:
-        w13, w13_scale, w13_zero_point = quantize_weight(
-            w13, weight_key, parts=2 if gated else 1, g_idx=w13_g_idx, groups=w13_groups
-        )
-        w2, w2_scale, w2_zero_point = quantize_weight(w2, weight_key, g_idx=w2_g_idx, groups=w2_groups)
-    return MoEWeights(
-        weight_key=weight_key,
-        activation_key=activation_key,
-        w13=w13,
-        w2=w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_zero_point=w13_zero_point,
-        w2_zero_point=w2_zero_point,
-        w13_input_scale=w13_input_scale,
-        w2_input_scale=w2_input_scale,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-        w13_g_idx=w13_g_idx,
-        w2_g_idx=w2_g_idx,
-        w13_pre_scale=w13_pre_scale,
-        w2_pre_scale=w2_pre_scale,
-    )
+        for name, parts, groups in (("w13", 2 if gated else 1, w13_groups), ("w2", 1, w2_groups)):
+            g_idx = tensors[f"{name}_g_idx"]
+            found = quantize_weight(tensors[name], weight_key, parts=parts, g_idx=g_idx, groups=groups)
+            tensors[name] = found.values
+            tensors |= {f"{name}_{role}": tensor for role, tensor in found._asdict().items() if role != "values"}
+    return MoEWeights(weight_key=weight_key, activation_key=activation_key, **tensors)
 
 
 # ------------------------------------------------------------------ groups
@@ -342,11 +362,11 @@ class Grid:
     col: int
 
     @staticmethod
-    def of(key: QuantKey, experts: int, rows: int, cols: int, parts: int) -> Grid:
-        """Make the grid of a key for weights [experts, rows, cols].
+    def of(scale: ScaleDesc, experts: int, rows: int, cols: int, parts: int) -> Grid:
+        """Make the grid of a scale for weights [experts, rows, cols].
 
         Args:
-            key: Quantization key.
+            scale: Description of the scale.
             experts: Number of experts.
             rows: Number of rows of all parts together.
             cols: Number of columns.
@@ -355,7 +375,7 @@ class Grid:
         Returns:
             The grid.
         """
-        shape = key.group_shape
+        shape = scale.group_shape
         part_rows = rows // parts
         row = part_rows if shape.row == -1 else shape.row
         col = cols if shape.col == -1 else shape.col
@@ -472,9 +492,11 @@ def _check_g_idx(key: QuantKey, g_idx: Tensor | None, like: Tensor) -> None:
         check_shape("g_idx", g_idx, (like.shape[0], like.shape[2]))
 
 
-def _as_grid(scale: Tensor, key: QuantKey, x: Tensor) -> Tensor:
+def _as_grid(scale: Tensor | None, desc: ScaleDesc, x: Tensor) -> Tensor | None:
     """Scale of activations, possibly a scalar, in the canonical shape of [1, M, K]."""
-    shape = scale_shape(key, 1, x.shape[0], x.shape[1])
+    shape = scale_shape(desc, 1, x.shape[0], x.shape[1])
+    if scale is None:
+        return None
     if scale.numel() == 1:
         return scale.reshape([1] * len(shape)).expand(shape)
     check_shape("scale", scale, shape[1:])
@@ -482,6 +504,34 @@ def _as_grid(scale: Tensor, key: QuantKey, x: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------ scales
+
+
+def _divided(
+    x: Tensor, counted: Tensor, key: QuantKey, parts: int, scale2: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """``x`` [E, rows, K] divided by its second scale, which is computed from ``counted`` unless given, and that scale.
+
+    The largest quotient of a group is the largest value that a code times a first-level scale can represent.
+    """
+    if key.scale2 is None:
+        if scale2 is not None:
+            raise ConfigError(f"scale2 is given, the key is {key}")
+        return x, None
+    experts, rows, cols = x.shape
+    grid = Grid.of(key.scale2, experts, rows, cols, parts)
+    shape = scale_shape(key.scale2, experts, rows, cols, parts)
+    if scale2 is None and not x.numel():
+        return x, _store_scale(torch.zeros(shape, dtype=torch.float32, device=x.device), key.scale2.dtype)
+    if scale2 is None:
+        amax = grid.groups(counted.float().abs()).amax(dim=(3, 5)).clamp_min(AMAX_FLOOR)
+        amax = torch.where(amax.isfinite(), amax, torch.nan).reshape(shape)
+        # Scales with few exponents use all of them; others hold what is left of the range.
+        narrow = key.scale.dtype.is_floating_point and key.scale.dtype.itemsize == 1
+        largest = key.dtype.max_value * (torch.finfo(key.scale.dtype).max if narrow else 1.0)
+        scale2 = _store_scale(amax / torch.full_like(amax, largest), key.scale2.dtype)
+    check_shape("scale2", scale2, shape)
+    check_dtype("scale2", scale2, (key.scale2.dtype,))
+    return x / grid.spread(scale_values(scale2)), scale2
 
 
 def _quantize(
@@ -492,13 +542,13 @@ def _quantize(
     shape = scale_shape(key, experts, rows, cols, parts)
     if x.numel() == 0:
         empty = torch.zeros(shape, dtype=torch.float32, device=x.device)
-        return _encode(x, key), _store_scale(empty, key), None if key.symmetric else empty.to(torch.int32)
-    grid = Grid.of(key, experts, rows, cols, parts)
+        return _encode(x, key), _store_scale(empty, key.scale.dtype), None if key.symmetric else empty.to(torch.int32)
+    grid = Grid.of(key.scale, experts, rows, cols, parts)
     groups = grid.groups(x)
     if scale is None:
         low, high = groups.amin(dim=(3, 5)), groups.amax(dim=(3, 5))
         scale, zero_point = scale_of_range(low, high, key)
-    factor = grid.per_group(scale_values(scale, key))
+    factor = grid.per_group(scale_values(scale))
     scaled = groups / factor
     if zero_point is not None:
         # Rounding precedes the zero point, as in integer hardware.
@@ -517,7 +567,7 @@ def _quantize_permuted(
     zero_point: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """:func:`_quantize` with the group of each column given by ``g_idx`` [E, K]."""
-    grid = Grid.of(key, w.shape[0], w.shape[1], w.shape[2], parts)
+    grid = Grid.of(key.scale, w.shape[0], w.shape[1], w.shape[2], parts)
     shape = (w.shape[0], parts * grid.grid_rows, groups or grid.grid_cols)
     if scale is None:
         rows = w.reshape(grid.experts, parts, grid.part_rows, grid.cols)
@@ -529,7 +579,7 @@ def _quantize_permuted(
         low = nothing.scatter_reduce(2, index, rows.amin(dim=2), "amin")
         high = nothing.scatter_reduce(2, index, rows.amax(dim=2), "amax")
         scale, zero_point = scale_of_range(low, high, key)
-    scaled = w / grid.spread(scale_values(scale, key), g_idx)
+    scaled = w / grid.spread(scale_values(scale), g_idx)
     if zero_point is not None:
         scaled = scaled.round_().add_(grid.spread(zero_point.float() - key.dtype.offset, g_idx))
     return _encode(scaled, key), scale, zero_point
@@ -552,26 +602,22 @@ def scale_of_range(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, Te
         if key.scale.rounding != "up":
             return _exponents(amax, key), None
         # The divisor is a tensor: torch replaces division by a number with multiplication by its reciprocal on a GPU.
-        return _store_scale(amax / torch.full_like(amax, dtype.max_value), key), None
+        return _store_scale(amax / torch.full_like(amax, dtype.max_value), key.scale.dtype), None
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     width = (high - low).clamp_min(AMAX_FLOOR)
     width = torch.where(width.isinf(), torch.nan, width)  # With a zero point, an infinite scale would leave infinities.
-    scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key)
-    zero_point = (dtype.min_value - low / scale_values(scale, key)).round()
+    scale = _store_scale(width / torch.full_like(width, dtype.max_value - dtype.min_value), key.scale.dtype)
+    zero_point = (dtype.min_value - low / scale_values(scale)).round()
     # Zero points are stored like codes, so offset-binary types shift them as well.
     zero_point = zero_point.clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0)
     return scale, (zero_point + dtype.offset).to(torch.int32)
 
 
-#: Mantissa bits of an element, and exponent of its largest value: 6 is 1.5 * 2**2, 448 is 1.75 * 2**8.
-_MANTISSA_AND_EXPONENT = {FP4_E2M1: (1, 2), FP8_E4M3: (3, 8)}
-
-
 def _exponents(amax: Tensor, key: QuantKey) -> Tensor:
     """e8m0 codes of float32 ``amax`` for a key that rounds "down" or "even"."""
-    if key.dtype not in _MANTISSA_AND_EXPONENT or not is_e8m0(key.scale.dtype):
-        raise ConfigError(f"scales are rounded 'up' but for e2m1 and e4m3 codes with e8m0 scales, the key is {key}")
-    mantissa, exponent = _MANTISSA_AND_EXPONENT[key.dtype]
+    mantissa, exponent = key.dtype.mantissa_bits, math.frexp(key.dtype.max_value)[1] - 1
+    if not mantissa or not is_e8m0(key.scale.dtype):
+        raise ConfigError(f"scales are rounded 'up' but for float codes with e8m0 scales, the key is {key}")
     bits = amax.view(torch.int32)
     if key.scale.rounding == "even":
         # Half of the last place of a code's mantissa.
@@ -580,9 +626,8 @@ def _exponents(amax: Tensor, key: QuantKey) -> Tensor:
     return codes.to(torch.uint8).view(key.scale.dtype)
 
 
-def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:
-    """Convert a float32 scale to the key's dtype."""
-    dtype = key.scale.dtype
+def _store_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a float32 scale to the dtype of stored scales."""
     if is_e8m0(dtype):
         # Round up to the next power of two: the exponent field, plus one if any mantissa bit is set.
         bits = scale.float().view(torch.int32)
@@ -593,43 +638,44 @@ def _store_scale(scale: Tensor, key: QuantKey) -> Tensor:
         return scale
     # A scale that rounds to zero would cause a division by zero.
     info = torch.finfo(dtype)
+    if dtype.itemsize == 1:
+        scale = torch.where(scale.isfinite(), scale.clamp_max(info.max), torch.nan)
+        return scale.clamp_min(info.smallest_normal * info.eps).to(dtype)
     return scale.to(dtype).clamp_min(info.smallest_normal * info.eps)
 
 
-def scale_values(scale: Tensor, key: QuantKey) -> Tensor:
+def scale_values(scale: Tensor) -> Tensor:
     """Convert a stored scale to float32.
 
     Args:
         scale: The stored scale.
-        key: Quantization key.
 
     Returns:
         float32 tensor of the same shape.
     """
-    return e8m0_to_float32(scale) if is_e8m0(key.scale.dtype) else scale.float()
+    return e8m0_to_float32(scale) if is_e8m0(scale.dtype) else scale.float()
 
 
 # ------------------------------------------------------------------ elements
-
-# Boundaries between the magnitudes of e2m1. Ties go to the even code: every second boundary belongs to the upper one.
-_E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def _encode(scaled: Tensor, key: QuantKey) -> Tensor:
     """Unpacked codes of values already divided by their scale, with the zero point added."""
     dtype = key.dtype
     if dtype.kind is NumberKind.FLOAT:
-        if dtype.bits == 8:
-            return scaled.clamp(dtype.min_value, dtype.max_value).to(storage_dtypes(key)[0])
-        upper = torch.tensor(_E2M1_TIES, dtype=torch.float32, device="cpu")
+        if dtype.storage.is_floating_point:
+            return scaled.clamp(dtype.min_value, dtype.max_value).to(dtype.storage)
+        # Boundaries between magnitudes. Ties go to the even code: every second boundary belongs to the upper one.
+        known = torch.tensor(dtype.magnitudes, dtype=torch.float32, device="cpu")
+        upper = (known[1:] + known[:-1]) / 2
         upper[1::2] = torch.nextafter(upper[1::2], upper.new_zeros(()))
-        magnitude = torch.bucketize(scaled.abs().contiguous(), upper.to(scaled.device))
-        return (magnitude + 8 * torch.signbit(scaled)).to(torch.uint8)
+        magnitude = torch.bucketize(scaled.abs().clamp_max(dtype.max_value).contiguous(), upper.to(scaled.device))
+        return (magnitude + (1 << dtype.bits - 1) * torch.signbit(scaled)).to(torch.uint8)
     # An integer cannot be NaN: the code is 0, and the scale is NaN.
     codes = scaled.round().clamp(dtype.min_value, dtype.max_value).nan_to_num(0.0) + dtype.offset
     if dtype.kind is NumberKind.INT and key.packing is not None:
         return codes.to(torch.int16).bitwise_and(2**dtype.bits - 1).to(torch.uint8)
-    return codes.to(torch.int8 if dtype.kind is NumberKind.INT else torch.uint8)
+    return codes.to(dtype.storage)
 
 
 def _decode(codes: Tensor, key: QuantKey, wide: torch.dtype) -> Tensor:
@@ -638,13 +684,10 @@ def _decode(codes: Tensor, key: QuantKey, wide: torch.dtype) -> Tensor:
     if dtype.kind is NumberKind.FLOAT:
         if dtype.name == "e4m3":
             return decode_e4m3(codes).to(wide)
-        if dtype.bits == 8:
+        if dtype.storage.is_floating_point:
             return codes.to(wide)
-        return (
-            torch.tensor(E2M1_VALUES, dtype=wide, device=codes.device)
-            .index_select(0, codes.flatten().int())
-            .view(codes.shape)
-        )
+        table = torch.tensor(dtype.magnitudes, dtype=wide, device=codes.device)
+        return torch.cat((table, -table)).index_select(0, codes.flatten().int()).view(codes.shape)
     if dtype.kind is NumberKind.INT and key.packing is not None:
         half = 2 ** (dtype.bits - 1)
         return torch.bitwise_xor(codes.to(torch.int16), half).sub_(half).to(wide)

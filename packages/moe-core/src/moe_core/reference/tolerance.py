@@ -35,7 +35,7 @@ would add up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -288,7 +288,7 @@ def expected_output(
         routed,
         rounding,
     )
-    first = _spread(entering, before_quantizer, dynamic, None)
+    first = _spread(entering, before_quantizer, dynamic)
     pairs_total, experts = len(routed.token), routed.by_expert
     hidden = x.new_zeros(pairs_total, config.intermediate_size, dtype=torch.float64)
     hidden_variance = torch.zeros_like(hidden)
@@ -296,7 +296,7 @@ def expected_output(
         token = routed.token[pairs]
         value, variance = first.value[row[pairs]], first.element[row[pairs]]
         if static:
-            again = _spread(value, variance, key, *_static(weights, "w13", expert))
+            again = _spread(value, variance, key, steps.input_tensors("w13", expert))
             value, variance = again.value, again.element
         w = steps.weight("w13", expert)
         bias = _bias(weights, "w13", expert)
@@ -312,14 +312,14 @@ def expected_output(
 
     own = torch.arange(pairs_total, device=x.device)
     entering, before_quantizer, _ = _pre_scaled(steps, "w2", hidden, hidden_variance, own, routed, rounding)
-    second = _spread(entering, before_quantizer, dynamic, None)
+    second = _spread(entering, before_quantizer, dynamic)
     result = x.new_zeros(pairs_total, config.hidden_size, dtype=torch.float64)
     variance, flushed = torch.zeros_like(result), torch.zeros_like(result)
     mean = square = largest = 0.0
     for expert, pairs in experts:
         part = second.rows(pairs)
         if static:
-            part = _spread(part.value, part.element, key, *_static(weights, "w2", expert))
+            part = _spread(part.value, part.element, key, steps.input_tensors("w2", expert))
         w = steps.weight("w2", expert)
         token = routed.token[pairs]
         bias = _bias(weights, "w2", expert)
@@ -552,55 +552,46 @@ class _Spread:
         )
 
 
-def _spread(
-    x: Tensor, variance: Tensor, key: QuantKey | None, scale: Tensor | None, zero_point: Tensor | None = None
-) -> _Spread:
-    """Quantize ``x``, whose elements have errors of ``variance``.
-
-    ``scale`` and ``zero_point`` are given if they are static.
-    """
+def _spread(x: Tensor, variance: Tensor, key: QuantKey | None, static: Mapping[str, Tensor] | None = None) -> _Spread:
+    """Quantize ``x``, whose elements have errors of ``variance``; ``static`` are scales and zero point by name."""
     # Factor 3: the fourth moment of a normal variable, so that mean x peak is at least the variance of its square.
     if key is None or not x.numel():
         return _Spread(x, variance, variance, 3 * variance, torch.zeros_like(x))
 
-    def quantized(values: Tensor, with_scale: Tensor | None, with_zero: Tensor | None = None) -> Quantized:
-        return quantize_tensor(values, key, scale=with_scale, zero_point=with_zero)
+    def quantized(values: Tensor, like: Quantized | None = None) -> Quantized:
+        """Codes of ``values``, with the scales of other codes if given."""
+        if like is None:
+            return quantize_tensor(values, key, **(static or {}))
+        return quantize_tensor(values, key, scale=like.scale, zero_point=like.zero_point, scale2=like.scale2)
 
     def value(codes: Quantized) -> Tensor:
         return dequantize_tensor(codes, key, cols=x.shape[1], dtype=torch.float64)
 
     sigma = variance.sqrt()
     outward = torch.where(x < 0, -sigma, sigma)
-    own = quantized(x, scale, zero_point)
+    own = quantized(x)
     base = value(own)
     if not bool(variance.any()):
         zero = torch.zeros_like(x)
         return _Spread(base, zero, zero, zero, zero)
     inward = x - torch.minimum(ELEMENT_SIGMAS * sigma, x.abs()) * outward.sign()
     scales = [own]
-    if scale is None:
-        scales += [quantized(inward, None), quantized(x + ELEMENT_SIGMAS * outward, None)]
+    computed = not key.scale.static
+    if computed:
+        scales += [quantized(inward), quantized(x + ELEMENT_SIGMAS * outward)]
     bound, jump_peak = torch.zeros_like(x), torch.zeros_like(x)
     for at in scales:
-        jump_peak = torch.maximum(jump_peak, (value(quantized(x, at.scale, at.zero_point)) - base).square())
+        jump_peak = torch.maximum(jump_peak, (value(quantized(x, at)) - base).square())
         for moved in (x - ELEMENT_SIGMAS * sigma, x, x + ELEMENT_SIGMAS * sigma):
-            bound = torch.maximum(bound, (value(quantized(moved, at.scale, at.zero_point)) - base).square())
+            bound = torch.maximum(bound, (value(quantized(moved, at)) - base).square())
     mean = torch.zeros_like(x)
     jumps = []
     for point in _NORMAL_POINTS:
-        flipped = value(quantized(x + point * sigma, own.scale, own.zero_point)) - base
+        flipped = value(quantized(x + point * sigma, own)) - base
         mean += flipped.square() / len(_NORMAL_POINTS)
-        if scale is None:
-            at = quantized(x + point * outward, None)
-            jumps.append((value(quantized(x, at.scale, at.zero_point)) - base).square())
+        if computed:
+            jumps.append((value(quantized(x, quantized(x + point * outward))) - base).square())
     return _Spread(base, bound, mean, bound, jump_peak, tuple(jumps))
-
-
-def _static(weights: MoEWeights, name: str, expert: int) -> tuple[Tensor | None, Tensor | None]:
-    """Static scale and zero point of an expert's activations."""
-    scale: Tensor | None = getattr(weights, f"{name}_input_scale")
-    zero_point: Tensor | None = getattr(weights, f"{name}_input_zero_point")
-    return None if scale is None else scale[expert], None if zero_point is None else zero_point[expert]
 
 
 def _bias(weights: MoEWeights, name: str, expert: int) -> Tensor | None:

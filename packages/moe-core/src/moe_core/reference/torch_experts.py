@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ from moe_core.reference.quantization import Quantized, dequantize_tensor, dequan
 from moe_core.spec.activation import apply_moe_activation
 from moe_core.spec.config import FusedMoEActivationFormat, whole_number
 from moe_core.spec.lora import LoRA, LoRAWeights, lora_product
-from moe_core.spec.numerics import NumberKind, is_e8m0
-from moe_core.spec.quant_config import FusedMoEQuantDesc, make_quant_config
+from moe_core.spec.numerics import NumberKind
+from moe_core.spec.quant_config import FusedMoEQuantDesc
 from moe_core.spec.weights import KernelWeights, MoEWeights
 
 
@@ -66,28 +67,7 @@ class TorchExperts(FusedMoEExpertsModular):
     """Experts in plain torch operations for any device; a scheme's subclass adds ``claims``."""
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        return KernelWeights(
-            w13=weights.w13,
-            w2=weights.w2,
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=weights.w13_scale,
-                w2_scale=weights.w2_scale,
-                w1_zp=weights.w13_zero_point,
-                w2_zp=weights.w2_zero_point,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-                w1_g_idx=weights.w13_g_idx,
-                w2_g_idx=weights.w2_g_idx,
-                w1_pre_scale=weights.w13_pre_scale,
-                w2_pre_scale=weights.w2_pre_scale,
-                a1_scale=weights.w13_input_scale,
-                a2_scale=weights.w2_input_scale,
-                a1_zp=weights.w13_input_zero_point,
-                a2_zp=weights.w2_input_zero_point,
-            ),
-        )
+        return KernelWeights(w13=weights.w13, w2=weights.w2, quant_config=weights.quant_config())
 
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
         """Multiply rows by one expert's matrix, without the bias.
@@ -104,6 +84,7 @@ class TorchExperts(FusedMoEExpertsModular):
         """
         key = desc.key
         whole_rows = key is not None and key.symmetric and key.group_shape.col == -1 and key.group_shape.row in (1, -1)
+        whole_rows = whole_rows and desc.scale2 is None
         if not whole_rows or desc.scale is None or weights.dtype not in (torch.float8_e4m3fn, torch.int8):
             w = self.matrix(weights, desc, expert, parts, x.shape[1])
             if not _beyond_float32(w, desc, expert):
@@ -148,7 +129,8 @@ class TorchExperts(FusedMoEExpertsModular):
         if desc.key is None:
             # 16-bit activations enter the product in the layer's dtype.
             return x.to(self.config.dtype).float()
-        return fake_quantize(x, desc.key, scale=scale, zero_point=None if scale is None else desc.zero_point)
+        zero_point = None if scale is None else desc.zero_point
+        return fake_quantize(x, desc.key, scale=scale, zero_point=zero_point, scale2=desc.scale2)
 
     def first(self, x: Tensor, weights: KernelWeights, expert: int, added: Tensor | None = None) -> Tensor:
         """Compute the activated values of one expert.
@@ -290,7 +272,7 @@ class TorchExperts(FusedMoEExpertsModular):
         static = key is not None and key.is_static
         groups = expert_slices(counts)
         # A per-tensor scale requires quantization before the rows are distributed to experts.
-        together = key is not None and not static and key.group_shape.is_per_tensor
+        together = key is not None and not static and key.spans_tokens
         before = together or not (static or quant.w1.pre_scale is not None)
         plain = x
         if before and groups and quant.w1.pre_scale is not None:
@@ -379,14 +361,15 @@ def _dequantized(
     """One expert's matrix [rows, cols] in ``dtype``, float32 or float64."""
     if desc.key is None or desc.scale is None:
         raise TensorError(f"the scale of weights quantized as {desc.key} is missing")
-    one = slice(expert, expert + 1)
+    own = {name: tensor[expert : expert + 1] for name, tensor in desc.tensors()}
     return dequantize_weight(
-        weights[one],
-        desc.scale[one],
+        weights[expert : expert + 1],
+        own["scale"],
         desc.key,
         parts=parts,
-        zero_point=None if desc.zero_point is None else desc.zero_point[one],
-        g_idx=None if desc.g_idx is None else desc.g_idx[one],
+        zero_point=own.get("zero_point"),
+        g_idx=own.get("g_idx"),
+        scale2=own.get("scale2"),
         cols=cols,
         dtype=dtype,
     )[0]
@@ -394,12 +377,13 @@ def _dequantized(
 
 def _beyond_float32(matrix: Tensor, desc: FusedMoEQuantDesc, expert: int) -> bool:
     """Whether float codes of one expert times their scales overflow its float32 ``matrix``."""
-    key, scale = desc.key, desc.scale
+    key, scale, scale2 = desc.key, desc.scale, desc.scale2
     if key is None or scale is None or key.dtype.kind is not NumberKind.FLOAT or not matrix.numel():
         return False
-    own = scale[expert].view(torch.uint8) if is_e8m0(scale.dtype) else scale[expert]
     # Check the scales first: there are few, and they are almost never that large.
-    largest = scale_values(own.amax(), key) * key.dtype.max_value
+    largest = scale_values(scale[expert]).amax() * key.dtype.max_value
+    if scale2 is not None:
+        largest = largest * scale_values(scale2[expert]).amax()
     return not bool(largest.isfinite()) and bool(matrix.isinf().any())
 
 
@@ -421,18 +405,14 @@ def expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
 
 
 def of_expert(desc: FusedMoEQuantDesc, expert: int) -> FusedMoEQuantDesc:
-    """Select the static activation scale and zero point of one expert.
+    """Select the static activation scales and zero point of one expert.
 
     Args:
         desc: Quantization of the activations of all experts, with scales [E].
         expert: Local expert.
 
     Returns:
-        The description with scalar scale and zero point.
+        The description with scalar scales and zero point.
     """
-    scale, zero_point = desc.scale, desc.zero_point
-    return replace(
-        desc,
-        scale=None if scale is None else scale[expert],
-        zero_point=None if zero_point is None else zero_point[expert],
-    )
+    own: dict[str, Any] = {name: tensor[expert] for name, tensor in desc.tensors()}
+    return replace(desc, **own)

@@ -19,7 +19,8 @@ from moe_core.selection.oracle import Oracle
 from moe_core.selection.report import Selection
 from moe_core.spec.config import FusedMoEConfig, whole_number
 from moe_core.spec.quant_key import QuantKey
-from moe_core.spec.weights import MoEWeights, scale_shape, storage_dtypes
+from moe_core.spec.roles import ROLES, matrices
+from moe_core.spec.weights import MoEWeights
 from moe_core.spec.workspace import workspace_nbytes
 
 #: Size in bytes above which no expert is laid out.
@@ -119,34 +120,12 @@ def specimen(
     Returns:
         The weights.
     """
-    experts, parts = config.local_experts, 2 if config.is_gated else 1
-    packing = None if weight_key is None else weight_key.packing
-    per_word = 1 if packing is None else packing.values_per_word
-    dtype = config.dtype if weight_key is None else storage_dtypes(weight_key)[0]
     tensors: dict[str, Any] = {}
-
-    def add(name: str, dtype: torch.dtype, *shape: int) -> None:
-        tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
-
-    for name, rows, cols, stacked in (
-        ("w13", config.w13_rows, config.hidden_size, parts),
-        ("w2", config.hidden_size, config.intermediate_size, 1),
-    ):
-        add(name, dtype, experts, rows, -(-cols // per_word))
-        if config.has_bias:
-            add(f"{name}_bias", config.dtype, experts, rows)
-        if weight_key is not None:
-            scales = scale_shape(weight_key, experts, rows, cols, stacked)
-            add(f"{name}_scale", weight_key.scale.dtype, *scales)
-            if not weight_key.symmetric:
-                add(f"{name}_zero_point", torch.uint8, *scales)
-            if weight_key.permuted:
-                groups = torch.arange(cols, dtype=torch.int32, device="cpu") // max(weight_key.group_size, 1)
-                tensors[f"{name}_g_idx"] = groups.to(device).expand(experts, cols).contiguous()
-            if weight_key.pre_scaled:
-                add(f"{name}_pre_scale", torch.float32, experts, cols)
-        if activation_key is not None and activation_key.is_static:
-            add(f"{name}_input_scale", torch.float32, experts)
-            if not activation_key.symmetric:
-                add(f"{name}_input_zero_point", torch.int32, experts)
+    for matrix in matrices(config, weight_key, activation_key):
+        for role in filter(matrix.has, ROLES):
+            dtype = matrix.dtypes(role)[0]
+            tensors[matrix.field(role)] = torch.zeros(matrix.shape(role), dtype=dtype, device=device)
+        if weight_key is not None and weight_key.permuted:
+            groups = torch.arange(matrix.cols, dtype=torch.int32, device="cpu") // max(weight_key.group_size, 1)
+            tensors[f"{matrix.name}_g_idx"] = groups.to(device).expand(config.local_experts, -1).contiguous()
     return MoEWeights(weight_key=weight_key, activation_key=activation_key, **tensors)

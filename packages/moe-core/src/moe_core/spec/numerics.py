@@ -27,6 +27,10 @@ class NumberKind(str, Enum):
 class QuantDtype:
     """One logical element type.
 
+    The fields define the exact value of every code, so a package can use its own element types without registering
+    them. Floats that torch has no dtype for are sign-magnitude codes with subnormals and the exponent bias of IEEE 754,
+    without Inf and NaN.
+
     Attributes:
         name: Name of the type, e.g. "e4m3".
         kind: Interpretation of the bits.
@@ -34,6 +38,8 @@ class QuantDtype:
         max_value: Largest finite value that quantizers use.
         min_value: Smallest finite value that quantizers use.
         offset: Subtracted from an unsigned code if there is no zero point (8 for ``uint4b8``).
+        mantissa_bits: Number of mantissa bits of a float.
+        storage: Dtype of a tensor with one element per storage element.
     """
 
     name: str
@@ -42,39 +48,41 @@ class QuantDtype:
     max_value: float
     min_value: float
     offset: int = 0
+    mantissa_bits: int = 0
+    storage: torch.dtype = torch.uint8
 
     def __repr__(self) -> str:
-        return _BY_NAME.get(self.name, f"QuantDtype({self.name!r})")
+        known = (name for name, value in globals().items() if value is self)
+        return next(known, f"QuantDtype({self.name!r})")
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """Values of the codes of a float whose sign bit is 0, ascending."""
+        mantissa = self.mantissa_bits
+        bias = 2 ** (self.bits - mantissa - 2) - 1
+        parts = (divmod(code, 2**mantissa) for code in range(2 ** (self.bits - 1)))
+        return tuple(
+            (fraction + 2**mantissa * (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias - mantissa)
+            for exponent, fraction in parts
+        )
 
 
-FP8_E4M3 = QuantDtype("e4m3", NumberKind.FLOAT, 8, 448.0, -448.0)
-FP8_E5M2 = QuantDtype("e5m2", NumberKind.FLOAT, 8, 57344.0, -57344.0)
-FP4_E2M1 = QuantDtype("e2m1", NumberKind.FLOAT, 4, 6.0, -6.0)
-INT8 = QuantDtype("int8", NumberKind.INT, 8, 127.0, -128.0)
-INT4 = QuantDtype("int4", NumberKind.INT, 4, 7.0, -8.0)
+FP8_E4M3 = QuantDtype("e4m3", NumberKind.FLOAT, 8, 448.0, -448.0, mantissa_bits=3, storage=torch.float8_e4m3fn)
+FP8_E5M2 = QuantDtype("e5m2", NumberKind.FLOAT, 8, 57344.0, -57344.0, mantissa_bits=2, storage=torch.float8_e5m2)
+FP4_E2M1 = QuantDtype("e2m1", NumberKind.FLOAT, 4, 6.0, -6.0, mantissa_bits=1)
+INT8 = QuantDtype("int8", NumberKind.INT, 8, 127.0, -128.0, storage=torch.int8)
+INT4 = QuantDtype("int4", NumberKind.INT, 4, 7.0, -8.0, storage=torch.int8)
 UINT8B128 = QuantDtype("uint8b128", NumberKind.UINT, 8, 127.0, -128.0, offset=128)
 UINT4B8 = QuantDtype("uint4b8", NumberKind.UINT, 4, 7.0, -8.0, offset=8)
 UINT8 = QuantDtype("uint8", NumberKind.UINT, 8, 255.0, 0.0)
 UINT4 = QuantDtype("uint4", NumberKind.UINT, 4, 15.0, 0.0)
-
-_BY_NAME = {
-    "e4m3": "FP8_E4M3",
-    "e5m2": "FP8_E5M2",
-    "e2m1": "FP4_E2M1",
-    "int8": "INT8",
-    "int4": "INT4",
-    "uint8b128": "UINT8B128",
-    "uint4b8": "UINT4B8",
-    "uint8": "UINT8",
-    "uint4": "UINT4",
-}
 
 #: Names that engines use for the weight types of GPTQ-style checkpoints.
 INT4_DTYPE = UINT4B8
 INT8_DTYPE = UINT8B128
 
 #: Values of the e2m1 codes 0..15 (bit 3 is the sign).
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_VALUES = (*FP4_E2M1.magnitudes, *(-value for value in FP4_E2M1.magnitudes))
 
 #: Smallest amax that dynamic quantizers divide by. Amax is clamped to it before ``scale = amax / max_value``, so that
 #: a row of zeros has a finite scale.

@@ -5,7 +5,7 @@ All functions take keyword arguments only, so that a bias cannot be passed as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,12 +15,10 @@ from torch import Tensor
 from moe_core.errors import ConfigError, TensorError, check_dtype, check_shape
 from moe_core.spec.numerics import FP8_E4M3, UINT4, UINT4B8, UINT8, UINT8B128
 from moe_core.spec.quant_key import (
-    PACKED_4BIT,
     GroupShape,
     QuantKey,
     ScaleDesc,
     as_quant_key,
-    check_one_level,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
@@ -34,6 +32,7 @@ from moe_core.spec.quant_key import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
+from moe_core.spec.roles import BIAS, ROLES, Role
 from moe_core.spec.tensor_record import TensorRecord
 
 
@@ -46,8 +45,8 @@ class FusedMoEQuantDesc(TensorRecord):
     Attributes:
         key: Quantization key; None: not quantized.
         scale: E.g. ``[E, 2*ceil(N/bn), ceil(K/bk)]`` for a block-quantized w13.
+        scale2: Second level of scales, e.g. ``[E, 2]`` for w13; ``[E]`` for activations.
         zero_point: Zero points in the shape of ``scale``.
-        global_scale: ``[E]`` or scalar.
         bias: ``[E, rows]``.
         g_idx: ``[E, K]``, the group of each column.
         pre_scale: ``[E, K]``, factors of the activations that enter the product.
@@ -55,14 +54,11 @@ class FusedMoEQuantDesc(TensorRecord):
 
     key: QuantKey | None = None
     scale: Tensor | None = None
+    scale2: Tensor | None = None
     zero_point: Tensor | None = None
-    global_scale: Tensor | None = None
     bias: Tensor | None = None
     g_idx: Tensor | None = None
     pre_scale: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        check_one_level(self.key, "key")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors that are set, as ``(name, tensor)``."""
@@ -70,6 +66,17 @@ class FusedMoEQuantDesc(TensorRecord):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 yield item.name, value
+
+
+class _OfOperand:
+    """Attribute of :class:`FusedMoEQuantConfig`: a tensor of one of its operands."""
+
+    def __init__(self, operand: str, field: str) -> None:
+        self.operand, self.field = operand, field
+
+    def __get__(self, config: FusedMoEQuantConfig, owner: type | None = None) -> Tensor | None:
+        tensor: Tensor | None = getattr(getattr(config, self.operand), self.field)
+        return tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -88,6 +95,25 @@ class FusedMoEQuantConfig(TensorRecord):
     w1: FusedMoEQuantDesc = FusedMoEQuantDesc()
     w2: FusedMoEQuantDesc = FusedMoEQuantDesc()
 
+    w1_scale = _OfOperand("w1", "scale")
+    w2_scale = _OfOperand("w2", "scale")
+    w1_scale2 = _OfOperand("w1", "scale2")
+    w2_scale2 = _OfOperand("w2", "scale2")
+    w1_zp = _OfOperand("w1", "zero_point")
+    w2_zp = _OfOperand("w2", "zero_point")
+    w1_bias = _OfOperand("w1", "bias")
+    w2_bias = _OfOperand("w2", "bias")
+    w1_g_idx = _OfOperand("w1", "g_idx")
+    w2_g_idx = _OfOperand("w2", "g_idx")
+    w1_pre_scale = _OfOperand("w1", "pre_scale")
+    w2_pre_scale = _OfOperand("w2", "pre_scale")
+    a1_scale = _OfOperand("a1", "scale")
+    a2_scale = _OfOperand("a2", "scale")
+    a1_scale2 = _OfOperand("a1", "scale2")
+    a2_scale2 = _OfOperand("a2", "scale2")
+    a1_zp = _OfOperand("a1", "zero_point")
+    a2_zp = _OfOperand("a2", "zero_point")
+
     @property
     def weight_key(self) -> QuantKey | None:
         """Quantization key of the weights."""
@@ -99,14 +125,6 @@ class FusedMoEQuantConfig(TensorRecord):
         return self.a1.key
 
     @property
-    def w1_scale(self) -> Tensor | None:
-        return self.w1.scale
-
-    @property
-    def w2_scale(self) -> Tensor | None:
-        return self.w2.scale
-
-    @property
     def weight_scales(self) -> tuple[Tensor, Tensor]:
         """``(w1_scale, w2_scale)``.
 
@@ -116,54 +134,6 @@ class FusedMoEQuantConfig(TensorRecord):
         if self.w1.scale is None or self.w2.scale is None:
             raise TensorError(f"w1_scale and w2_scale are missing: the weights are {self.weight_key}")
         return self.w1.scale, self.w2.scale
-
-    @property
-    def w1_bias(self) -> Tensor | None:
-        return self.w1.bias
-
-    @property
-    def w2_bias(self) -> Tensor | None:
-        return self.w2.bias
-
-    @property
-    def w1_zp(self) -> Tensor | None:
-        return self.w1.zero_point
-
-    @property
-    def w2_zp(self) -> Tensor | None:
-        return self.w2.zero_point
-
-    @property
-    def w1_g_idx(self) -> Tensor | None:
-        return self.w1.g_idx
-
-    @property
-    def w2_g_idx(self) -> Tensor | None:
-        return self.w2.g_idx
-
-    @property
-    def w1_pre_scale(self) -> Tensor | None:
-        return self.w1.pre_scale
-
-    @property
-    def w2_pre_scale(self) -> Tensor | None:
-        return self.w2.pre_scale
-
-    @property
-    def a1_scale(self) -> Tensor | None:
-        return self.a1.scale
-
-    @property
-    def a2_scale(self) -> Tensor | None:
-        return self.a2.scale
-
-    @property
-    def a1_zp(self) -> Tensor | None:
-        return self.a1.zero_point
-
-    @property
-    def a2_zp(self) -> Tensor | None:
-        return self.a2.zero_point
 
     @property
     def has_bias(self) -> bool:
@@ -209,10 +179,10 @@ def make_quant_config(
     activation_key: QuantKey | str | None,
     w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    w1_scale2: Tensor | None = None,
+    w2_scale2: Tensor | None = None,
     w1_zp: Tensor | None = None,
     w2_zp: Tensor | None = None,
-    w1_global_scale: Tensor | None = None,
-    w2_global_scale: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     w1_g_idx: Tensor | None = None,
@@ -221,6 +191,8 @@ def make_quant_config(
     w2_pre_scale: Tensor | None = None,
     a1_scale: Tensor | None = None,
     a2_scale: Tensor | None = None,
+    a1_scale2: Tensor | None = None,
+    a2_scale2: Tensor | None = None,
     a1_zp: Tensor | None = None,
     a2_zp: Tensor | None = None,
     canonical: bool = False,
@@ -234,10 +206,10 @@ def make_quant_config(
         activation_key: Quantization key of the activations, or its name; None: 16 bits.
         w1_scale: Scale of w13.
         w2_scale: Scale of w2.
+        w1_scale2: Second level of scales of w13.
+        w2_scale2: Second level of scales of w2.
         w1_zp: Zero points of w13.
         w2_zp: Zero points of w2.
-        w1_global_scale: Global scale of w13.
-        w2_global_scale: Global scale of w2.
         w1_bias: Bias of the first product.
         w2_bias: Bias of the second product.
         w1_g_idx: Group of each column of w13.
@@ -246,96 +218,63 @@ def make_quant_config(
         w2_pre_scale: Factors of the inputs of the second product.
         a1_scale: Static scale of the activations of the first product.
         a2_scale: Static scale of the activations of the second product.
+        a1_scale2: Static second scale of the activations of the first product.
+        a2_scale2: Static second scale of the activations of the second product.
         a1_zp: Zero points of ``a1_scale``.
         a2_zp: Zero points of ``a2_scale``.
         canonical: The tensors of the weights are laid out as in :class:`moe_core.spec.weights.MoEWeights`. Otherwise
-            they are in a backend's layout: scales may have another dtype, and zero points, activation order and input
-            factors may be stored elsewhere.
+            they are in a backend's layout: scales may have another dtype, and second scales, zero points, activation
+            order and input factors may be stored elsewhere.
 
     Returns:
         The config.
 
     Raises:
-        ConfigError: A tensor that a key requires is missing, a tensor is given that it does not have, or the dtype of
-            a scale is wrong.
-        TensorError: Another tensor does not fit.
+        ConfigError: A tensor that a key requires is missing, or a tensor is given that it does not have.
+        TensorError: A canonical tensor has the wrong shape or dtype.
     """
-    weight_key = as_quant_key(weight_key, "weight_key")
-    activation_key = as_quant_key(activation_key, "activation_key")
-    _check_weight("w1", weight_key, w1_scale, w1_zp, w1_g_idx, w1_pre_scale, canonical)
-    _check_weight("w2", weight_key, w2_scale, w2_zp, w2_g_idx, w2_pre_scale, canonical)
-    static_activations = activation_key is not None and activation_key.is_static
-    for name, scale in (("a1", a1_scale), ("a2", a2_scale)):
-        if static_activations and scale is None:
-            raise ConfigError(f"{name}_scale is missing, but the activation key {activation_key} is static")
-        if not static_activations and scale is not None:
-            raise ConfigError(f"{name}_scale is given, but the activation key {activation_key} has no static scale")
-    static_zero_points = static_activations and activation_key is not None and not activation_key.symmetric
-    for name, zero_point in (("a1", a1_zp), ("a2", a2_zp)):
-        if static_zero_points and zero_point is None:
-            raise ConfigError(f"{name}_zp is missing, but the activation key {activation_key} has static zero points")
-        if not static_zero_points and zero_point is not None:
-            raise ConfigError(f"{name}_zp is given, but the activation key {activation_key} has no static zero points")
-    return FusedMoEQuantConfig(
-        a1=FusedMoEQuantDesc(key=activation_key, scale=a1_scale, zero_point=a1_zp),
-        a2=FusedMoEQuantDesc(key=activation_key, scale=a2_scale, zero_point=a2_zp),
-        w1=FusedMoEQuantDesc(
-            key=weight_key,
-            scale=w1_scale,
-            zero_point=w1_zp,
-            global_scale=w1_global_scale,
-            bias=w1_bias,
-            g_idx=w1_g_idx,
-            pre_scale=w1_pre_scale,
-        ),
-        w2=FusedMoEQuantDesc(
-            key=weight_key,
-            scale=w2_scale,
-            zero_point=w2_zp,
-            global_scale=w2_global_scale,
-            bias=w2_bias,
-            g_idx=w2_g_idx,
-            pre_scale=w2_pre_scale,
-        ),
-    )
+    given = dict(locals())
+    keys = {"w": as_quant_key(weight_key, "weight_key"), "a": as_quant_key(activation_key, "activation_key")}
+    descs: dict[str, FusedMoEQuantDesc] = {}
+    for number in (1, 2):
+        tensors: dict[str, dict[str, Tensor | None]] = {operand: {} for operand in keys}
+        for role in ROLES[1:]:
+            name = role.argument(number)
+            operand, tensor = name[0], given[name]
+            _check(name, role, keys[operand], tensor, given[f"w{number}_scale"], canonical)
+            tensors[operand][role.field] = tensor
+        descs |= {f"{o}{number}": FusedMoEQuantDesc(key=key, **tensors[o]) for o, key in keys.items()}
+    return FusedMoEQuantConfig(**descs)
 
 
-def _check_weight(
-    name: str,
-    key: QuantKey | None,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    g_idx: Tensor | None,
-    pre_scale: Tensor | None,
-    canonical: bool,
+def _check(
+    name: str, role: Role, key: QuantKey | None, tensor: Tensor | None, scale: Tensor | None, canonical: bool
 ) -> None:
-    """Check that the tensors of one weight are present if and only if the key requires them."""
-    if (key is None) != (scale is None):
-        raise ConfigError(
-            f"{name}_scale is {'missing' if scale is None else 'given'}, but the weight key is {key or 'None'}"
-        )
-    if key is None or scale is None:
+    """Check that a tensor is present if and only if its key requires it, and its layout if it is canonical."""
+    needed = role.needed(key) if role is not BIAS else tensor is not None
+    if (tensor is not None) != needed and (tensor is not None or role.required or canonical):
+        kind, state = "activation" if role.of_activations else "weight", "missing" if tensor is None else "given"
+        raise ConfigError(f"{name} is {state}, but the {kind} key is {key or '16-bit'}")
+    if not canonical or tensor is None or scale is None:
         return
-    if canonical and scale.dtype is not key.scale.dtype:
-        raise ConfigError(f"{name}_scale has dtype {scale.dtype}, expected {key.scale.dtype} for {key}")
-    for suffix, tensor, needed, without, having in (
-        ("zp", zero_point, not key.symmetric, "is symmetric", "has zero points"),
-        ("g_idx", g_idx, key.permuted, "has no activation order", "has an activation order"),
-        ("pre_scale", pre_scale, key.pre_scaled, "leaves inputs as they are", "scales its inputs"),
-    ):
-        if tensor is not None and not needed:
-            raise ConfigError(f"{name}_{suffix} is given, but the weight key {key} {without}")
-        if tensor is None and needed and canonical:
-            raise ConfigError(f"{name}_{suffix} is missing, but the weight key {key} {having}")
-    if not canonical:
-        return
-    if zero_point is not None:
-        check_shape(f"{name}_zp", zero_point, tuple(scale.shape))
-        check_dtype(f"{name}_zp", zero_point, (torch.uint8, torch.int32))
-    for suffix, tensor, dtype in (("g_idx", g_idx, torch.int32), ("pre_scale", pre_scale, torch.float32)):
-        if tensor is not None:
-            check_shape(f"{name}_{suffix}", tensor, (scale.shape[0], "K"))
-            check_dtype(f"{name}_{suffix}", tensor, (dtype,))
+    check_dtype(name, tensor, role.dtypes(key))
+    if role.name == "zero_point":
+        check_shape(name, tensor, tuple(scale.shape))
+    elif role.extents(key) == (None, 1):
+        check_shape(name, tensor, (scale.shape[0], "K"))
+
+
+def tensor_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the arguments of :func:`make_quant_config` that are tensors.
+
+    Args:
+        given: Arguments by name, e.g. ``locals()`` at the start of a function that has further ones.
+
+    Returns:
+        The tensors by name, without those that are None.
+    """
+    names = {role.argument(number) for role in ROLES for number in (1, 2)}
+    return {name: value for name, value in given.items() if name in names and value is not None}
 
 
 def biased_moe_quant_config(*, w1_bias: Tensor | None, w2_bias: Tensor | None) -> FusedMoEQuantConfig:
@@ -348,7 +287,7 @@ def biased_moe_quant_config(*, w1_bias: Tensor | None, w2_bias: Tensor | None) -
     Returns:
         The config.
     """
-    return make_quant_config(weight_key=None, activation_key=None, w1_bias=w1_bias, w2_bias=w2_bias)
+    return make_quant_config(weight_key=None, activation_key=None, **locals())
 
 
 def fp8_w8a8_moe_quant_config(
@@ -386,19 +325,11 @@ def fp8_w8a8_moe_quant_config(
     Raises:
         ConfigError: The arguments contradict each other.
     """
+    tensors = tensor_arguments(locals())
     weight_key, activation_key = _fp8_keys(
         w1_scale, w2_scale, block_shape, per_act_token_quant, per_out_ch_quant, a1_scale
     )
-    return make_quant_config(
-        weight_key=weight_key,
-        activation_key=activation_key,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        a1_scale=a1_scale,
-        a2_scale=a2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-    )
+    return make_quant_config(weight_key=weight_key, activation_key=activation_key, **tensors)
 
 
 def _fp8_keys(
@@ -461,15 +392,9 @@ def fp8_w8a16_moe_quant_config(
     Raises:
         ConfigError: The arguments contradict each other.
     """
+    tensors = tensor_arguments(locals())
     weight_key, _ = _fp8_keys(w1_scale, w2_scale, block_shape, False, per_out_ch_quant, None)
-    return make_quant_config(
-        weight_key=weight_key,
-        activation_key=None,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-    )
+    return make_quant_config(weight_key=weight_key, activation_key=None, **tensors)
 
 
 def mxfp8_moe_quant_config(
@@ -486,9 +411,7 @@ def mxfp8_moe_quant_config(
     Returns:
         The config.
     """
-    return fp8_w8a8_moe_quant_config(
-        w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=w1_bias, w2_bias=w2_bias, block_shape=(1, 32)
-    )
+    return fp8_w8a8_moe_quant_config(block_shape=(1, 32), **locals())
 
 
 def int8_w8a8_moe_quant_config(
@@ -524,21 +447,12 @@ def int8_w8a8_moe_quant_config(
     Raises:
         ConfigError: The arguments contradict each other.
     """
+    tensors = tensor_arguments(locals())
     if not per_act_token_quant and a1_scale is None:
         raise ConfigError("int8 activations are dynamic per token, or static with a1_scale and a2_scale")
     static = kInt8StaticTensorSym if a1_zp is None else kInt8StaticTensorAsym
-    return make_quant_config(
-        weight_key=kInt8StaticChannelSym,
-        activation_key=static if a1_scale is not None else kInt8DynamicTokenSym,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        a1_scale=a1_scale,
-        a2_scale=a2_scale,
-        a1_zp=a1_zp,
-        a2_zp=a2_zp,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-    )
+    activation_key = kInt8DynamicTokenSym if a1_scale is None else static
+    return make_quant_config(weight_key=kInt8StaticChannelSym, activation_key=activation_key, **tensors)
 
 
 def int8_w8a16_moe_quant_config(
@@ -555,14 +469,7 @@ def int8_w8a16_moe_quant_config(
     Returns:
         The config.
     """
-    return make_quant_config(
-        weight_key=kInt8StaticChannelSym,
-        activation_key=None,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-    )
+    return make_quant_config(weight_key=kInt8StaticChannelSym, activation_key=None, **locals())
 
 
 def mxfp4_w4a16_moe_quant_config(
@@ -579,14 +486,7 @@ def mxfp4_w4a16_moe_quant_config(
     Returns:
         The config.
     """
-    return make_quant_config(
-        weight_key=kMxfp4Static,
-        activation_key=None,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-    )
+    return make_quant_config(weight_key=kMxfp4Static, activation_key=None, **locals())
 
 
 def wna16_moe_quant_config(
@@ -629,6 +529,7 @@ def wna16_moe_quant_config(
         ConfigError: ``num_bits`` or ``group_size`` is invalid, or the tensors contradict each other.
         TensorError: A tensor does not fit.
     """
+    tensors = tensor_arguments(locals())
     if num_bits not in (4, 8):
         raise ConfigError(f"num_bits must be 4 or 8, got {num_bits}")
     if group_size != -1 and group_size < 1:
@@ -639,22 +540,7 @@ def wna16_moe_quant_config(
         dtype,
         ScaleDesc(w1_scale.dtype, True, GroupShape(1, group_size)),
         symmetric=symmetric,
-        packing=PACKED_4BIT if num_bits == 4 else None,
         permuted=w1_g_idx is not None,
         pre_scaled=w1_pre_scale is not None,
     )
-    return make_quant_config(
-        weight_key=key,
-        activation_key=None,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        w1_zp=w1_zp,
-        w2_zp=w2_zp,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
-        w1_g_idx=w1_g_idx,
-        w2_g_idx=w2_g_idx,
-        w1_pre_scale=w1_pre_scale,
-        w2_pre_scale=w2_pre_scale,
-        canonical=True,
-    )
+    return make_quant_config(weight_key=key, activation_key=None, canonical=True, **tensors)

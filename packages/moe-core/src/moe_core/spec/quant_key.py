@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,8 +128,6 @@ class Packing:
 
 #: Two 4-bit elements per byte, even k in the low four bits.
 PACKED_4BIT = Packing(torch.uint8, 2)
-#: Element types whose codes are packed if a key does not specify it.
-_PACKED_TYPES = (FP4_E2M1, UINT4B8, UINT4)
 _NOT_SAID = Packing(torch.uint8, 0)
 
 
@@ -136,15 +135,15 @@ _NOT_SAID = Packing(torch.uint8, 0)
 class QuantKey:
     """How a tensor is quantized; see the module docstring.
 
-    A key with ``scale2`` can be constructed and compared, but everything that takes a key rejects it.
+    A value is its code, less the zero point or offset, times its scale, times its second scale if there is one.
 
     Attributes:
         dtype: Element type.
         scale: The scale.
-        scale2: Second level of scales; not supported.
+        scale2: Second level of scales, usually one float32 number per matrix of an expert (NVFP4).
         symmetric: False if there are zero points, in the group shape of the scale.
-        packing: None: one element per storage element. Default: :data:`PACKED_4BIT` for e2m1 and unsigned 4-bit, else
-            None.
+        packing: None: one element per storage element. Default: :data:`PACKED_4BIT` for 4-bit codes without sign
+            extension (e2m1, unsigned), else None.
         permuted: Whether a per-layer permutation ``g_idx`` assigns columns to groups (activation order).
         pre_scaled: Whether a factor per column multiplies the activations before the product (input smoothing).
     """
@@ -163,7 +162,12 @@ class QuantKey:
 
     @property
     def _usual_packing(self) -> Packing | None:
-        return PACKED_4BIT if self.dtype in _PACKED_TYPES else None
+        return PACKED_4BIT if self.dtype.bits == 4 and self.dtype.storage is torch.uint8 else None
+
+    @property
+    def scales(self) -> tuple[ScaleDesc, ...]:
+        """The levels of scales: one or two."""
+        return (self.scale,) if self.scale2 is None else (self.scale, self.scale2)
 
     @property
     def group_shape(self) -> GroupShape:
@@ -172,8 +176,13 @@ class QuantKey:
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale comes with the checkpoint."""
-        return self.scale.static
+        """Whether a scale comes with the checkpoint."""
+        return self.scale.static or (self.scale2 is not None and self.scale2.static)
+
+    @property
+    def spans_tokens(self) -> bool:
+        """Whether a dynamic scale of activations covers all tokens."""
+        return any(not scale.static and scale.group_shape.is_per_tensor for scale in self.scales)
 
     @property
     def group_size(self) -> int:
@@ -300,28 +309,28 @@ kInt4W4A8StaticGroup128Sym = QuantKey(INT4, _scale(_BF16, True, 1, 128))
 kInt4W4A8StaticGroup64Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 64)
 kInt4W4A8StaticGroup32Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 32)
 
-#: Names of the keys defined above.
+#: Keys by name, and the first name of each key.
+_KEYS: dict[str, QuantKey] = {}
 NAMES: dict[QuantKey, str] = {}
-for _name, _value in list(globals().items()):
-    if _name.startswith("k") and isinstance(_value, QuantKey):
-        NAMES.setdefault(_value, _name)
 
 
-def check_one_level(key: QuantKey | None, what: str = "quant key") -> None:
-    """Reject a key with a second level of scales, which is not supported.
+def name_quant_keys(keys: Mapping[str, QuantKey]) -> None:
+    """Give quantization keys names, which :func:`key_by_name` and the command line then accept.
 
     Args:
-        key: The key, or None for 16 bits.
-        what: Name of the argument, for the message.
+        keys: Keys by name, e.g. ``{"kMyInt6Static": ...}``.
 
     Raises:
-        ConfigError: The key has a ``scale2``.
+        ConfigError: A name is not an identifier or is that of another key.
     """
-    if key is not None and key.scale2 is not None:
-        raise ConfigError(
-            f"{what} has scale2={key.scale2}, but two-level scales are not supported: "
-            "multiply the second scale into the first and leave scale2 out"
-        )
+    for name, key in keys.items():
+        check_instance(name, key, QuantKey)
+        if not name.isidentifier() or _KEYS.get(name, key) != key:
+            raise ConfigError(f"quant key name {name!r} must be an identifier that names no other key")
+    _KEYS.update(keys)
+    for name, key in keys.items():
+        NAMES.setdefault(key, name)
+    _name_of.cache_clear()
 
 
 def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKey | None:
@@ -335,10 +344,9 @@ def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKe
         The key, or None.
 
     Raises:
-        ConfigError: ``key`` is unknown, invalid or has two levels of scales.
+        ConfigError: ``key`` is unknown or invalid.
     """
     if key is None or isinstance(key, QuantKey):
-        check_one_level(key, what)
         return key
     if not isinstance(key, str):
         raise ConfigError(
@@ -348,7 +356,13 @@ def as_quant_key(key: QuantKey | str | None, what: str = "quant key") -> QuantKe
 
 
 #: Names of scale dtypes in a key's name.
-_SCALE_DTYPES = {"float32": _F32, "bfloat16": _BF16, "float16": torch.float16, "e8m0": _E8M0}
+_SCALE_DTYPES = {
+    "float32": _F32,
+    "bfloat16": _BF16,
+    "float16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": _E8M0,
+}
 _GROUPS = {"per_row": PER_CHANNEL, "per_tensor": PER_TENSOR}
 
 
@@ -357,7 +371,7 @@ def key_by_name(name: str) -> QuantKey:
 
     Brackets modify the named constant: ``"kInt4Static[1x64,float16,permuted,pre_scaled]"``. They can contain, in any
     order, the group as rows x columns (or ``per_row``, ``per_tensor``), the scale dtype (float32, bfloat16, float16,
-    e8m0), activation order and scaled inputs.
+    e4m3, e8m0), activation order and scaled inputs.
 
     Args:
         name: The name.
@@ -369,8 +383,8 @@ def key_by_name(name: str) -> QuantKey:
         ConfigError: The name is unknown or malformed.
     """
     constant, bracket, rest = name.partition("[")
-    value = globals().get(constant)
-    if not isinstance(value, QuantKey):
+    value = _KEYS.get(constant)
+    if value is None:
         known = sorted(NAMES.values())
         raise ConfigError(
             f"unknown quant key {name!r}{did_you_mean(constant, known)}", details=f"known: {', '.join(known)}"
@@ -546,7 +560,7 @@ class KeyPattern:
         if name is None:
             return " | ".join(map(key_name, self.expand()))
         constant = name.partition("[")[0]
-        like: QuantKey = globals()[constant]
+        like = _KEYS[constant]
         shapes, dtypes, permuted, pre_scaled = self.choices
         words = []
         if shapes != (like.group_shape,):
@@ -557,3 +571,7 @@ class KeyPattern:
             if True in values:
                 words.append(f"{word}?" if False in values else word)
         return f"{constant}[{','.join(words)}]" if words else constant
+
+
+_constants = {name: value for name, value in globals().items() if name.startswith("k")}
+name_quant_keys({name: value for name, value in _constants.items() if isinstance(value, QuantKey)})

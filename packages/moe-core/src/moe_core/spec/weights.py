@@ -9,44 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_core.errors import ConfigError, TensorError, check_dtype, check_instance, check_shape, check_sign, check_tensor
+from moe_core.errors import TensorError, check_dtype, check_instance, check_shape, check_sign, check_tensor
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.device import as_torch_device
 from moe_core.spec.numerics import NumberKind, QuantDtype, is_e8m0
-from moe_core.spec.quant_config import FusedMoEQuantConfig
-from moe_core.spec.quant_key import QuantKey, as_quant_key, check_one_level
+from moe_core.spec.quant_config import FusedMoEQuantConfig, make_quant_config
+from moe_core.spec.quant_key import QuantKey, as_quant_key
+from moe_core.spec.roles import ROLES, matrices
 from moe_core.spec.tensor_record import TensorRecord
-
-
-def scale_shape(key: QuantKey, experts: int, rows: int, cols: int, parts: int = 1) -> tuple[int, ...]:
-    """Compute the shape of the canonical scale of ``[experts, rows, cols]`` weights.
-
-    ``parts`` stacked matrices (2 for gate and up) have ``rows / parts`` rows each. Every part has separate scale
-    rows, so a partial last block of the gate is not shared with the up rows.
-
-    Args:
-        key: Quantization key of the weights.
-        experts: Number of experts E.
-        rows: Number of rows of all parts together.
-        cols: Number of columns.
-        parts: Number of stacked matrices.
-
-    Returns:
-        ``[E, parts]`` for per-tensor scales, else ``[E, parts * grid_rows, grid_cols]``.
-
-    Raises:
-        ConfigError: ``key`` has two levels of scales.
-    """
-    check_instance("key", key, QuantKey)
-    check_one_level(key)
-    for name, value in (("experts", experts), ("rows", rows), ("cols", cols), ("parts", parts)):
-        check_instance(name, value, int, torch.SymInt)
-    if parts < 1:
-        raise ConfigError(f"parts is {parts}, expected 1 or 2 stacked matrices")
-    if key.group_shape.is_per_tensor:
-        return (experts, parts)
-    grid_rows, grid_cols = key.group_shape.grid(rows // parts, cols)
-    return (experts, parts * grid_rows, grid_cols)
 
 
 def with_groups_of(scale: Tensor, expected: tuple[int, ...], key: QuantKey) -> tuple[int, ...]:
@@ -81,10 +51,14 @@ class MoEWeights(TensorRecord):
         w2: [E, K, N].
         w13_scale: Scale of w13, see :func:`scale_shape`.
         w2_scale: Scale of w2, see :func:`scale_shape`.
+        w13_scale2: Second scale of w13, for keys with two levels of scales: ``[E, 2]`` float32 if per tensor.
+        w2_scale2: Second scale of w2: ``[E, 1]`` float32 if per tensor.
         w13_zero_point: Zero points in the shape of ``w13_scale``.
         w2_zero_point: Zero points in the shape of ``w2_scale``.
         w13_input_scale: [E] float32, static activation scales.
         w2_input_scale: [E] float32, static activation scales.
+        w13_input_scale2: [E] float32, static second activation scales, for keys with two levels of scales.
+        w2_input_scale2: [E] float32, static second activation scales, for keys with two levels of scales.
         w13_input_zero_point: [E] int32, zero points of ``w13_input_scale``, for keys that have them.
         w2_input_zero_point: [E] int32, zero points of ``w2_input_scale``, for keys that have them.
         w13_bias: [E, 2N].
@@ -106,10 +80,14 @@ class MoEWeights(TensorRecord):
     w2: Tensor
     w13_scale: Tensor | None = None
     w2_scale: Tensor | None = None
+    w13_scale2: Tensor | None = None
+    w2_scale2: Tensor | None = None
     w13_zero_point: Tensor | None = None
     w2_zero_point: Tensor | None = None
     w13_input_scale: Tensor | None = None
     w2_input_scale: Tensor | None = None
+    w13_input_scale2: Tensor | None = None
+    w2_input_scale2: Tensor | None = None
     w13_input_zero_point: Tensor | None = None
     w2_input_zero_point: Tensor | None = None
     w13_bias: Tensor | None = None
@@ -131,10 +109,14 @@ class MoEWeights(TensorRecord):
             w2: Tensor,
             w13_scale: Tensor | None = ...,
             w2_scale: Tensor | None = ...,
+            w13_scale2: Tensor | None = ...,
+            w2_scale2: Tensor | None = ...,
             w13_zero_point: Tensor | None = ...,
             w2_zero_point: Tensor | None = ...,
             w13_input_scale: Tensor | None = ...,
             w2_input_scale: Tensor | None = ...,
+            w13_input_scale2: Tensor | None = ...,
+            w2_input_scale2: Tensor | None = ...,
             w13_input_zero_point: Tensor | None = ...,
             w2_input_zero_point: Tensor | None = ...,
             w13_bias: Tensor | None = ...,
@@ -161,6 +143,38 @@ class MoEWeights(TensorRecord):
     def nbytes(self) -> int:
         """Total size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of one matrix.
+
+        Args:
+            name: "w13" or "w2".
+
+        Returns:
+            The tensors that are set, by the name of their role (:mod:`moe_core.spec.roles`); "" is the codes.
+        """
+        found = {role.name: getattr(self, f"{name}_{role.name}".rstrip("_")) for role in ROLES}
+        return {role: tensor for role, tensor in found.items() if tensor is not None}
+
+    def quant_config(self, **converted: Tensor | None) -> FusedMoEQuantConfig:
+        """Make the quant config of these weights.
+
+        Args:
+            converted: Tensors in a backend's layout in place of these weights' own, by the argument names of
+                :func:`moe_core.make_quant_config`; None for those that the backend stores elsewhere.
+
+        Returns:
+            The config.
+
+        Raises:
+            ConfigError: A tensor that a key requires is missing, or a tensor is given that it does not have.
+        """
+        own: dict[str, Any] = {
+            role.argument(number): self.of(name).get(role.name)
+            for number, name in ((1, "w13"), (2, "w2"))
+            for role in ROLES[1:]
+        }
+        return make_quant_config(weight_key=self.weight_key, activation_key=self.activation_key, **(own | converted))
 
     @property
     def weight_scales(self) -> tuple[Tensor, Tensor]:
@@ -230,32 +244,24 @@ class MoEWeights(TensorRecord):
             TensorError: A tensor does not fit.
         """
         check_instance("config", config, FusedMoEConfig)
-        experts, hidden, inter = config.local_experts, config.hidden_size, config.intermediate_size
-        parts = 2 if config.is_gated else 1
-        per_word = self.weight_key.packing.values_per_word if self.weight_key and self.weight_key.packing else 1
-        for name, rows, cols, stacked in (("w13", parts * inter, hidden, parts), ("w2", hidden, inter, 1)):
-            weight: Tensor = getattr(self, name)
-            check_shape(name, weight, (experts, rows, -(-cols // per_word)))
-            check_dtype(name, weight, storage_dtypes(self.weight_key))
-            scale, zero_point = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero_point")
-            if self.weight_key is None:
-                if scale is not None:
-                    raise TensorError(f"{name}_scale is given, but the weights are not quantized")
-            else:
-                expected = scale_shape(self.weight_key, experts, rows, cols, stacked)
-                if scale is None:
-                    raise TensorError(f"{name}_scale is missing, expected {list(expected)} for {self.weight_key}")
-                check_tensor(f"{name}_scale", scale)
-                expected = with_groups_of(scale, expected, self.weight_key)
-                check_shape(f"{name}_scale", scale, expected)
-                check_dtype(f"{name}_scale", scale, (self.weight_key.scale.dtype,))
-                if (zero_point is None) != self.weight_key.symmetric:
-                    state = "missing" if zero_point is None else "given"
-                    raise TensorError(f"{name}_zero_point is {state}, the weight key is {self.weight_key}")
-                if zero_point is not None:
-                    check_shape(f"{name}_zero_point", zero_point, expected)
-                    check_dtype(f"{name}_zero_point", zero_point, (torch.uint8, torch.int32))
-            self._validate_extras(name, config, rows, cols)
+        for matrix in matrices(config, self.weight_key, self.activation_key):
+            scale: Tensor | None = getattr(self, f"{matrix.name}_scale")
+            for role in ROLES:
+                name, needed = matrix.field(role), matrix.has(role)
+                tensor: Tensor | None = getattr(self, name)
+                if tensor is None:
+                    if needed:
+                        shape = list(matrix.shape(role))
+                        raise TensorError(f"{name} is missing, but {matrix.reason(role)}; expected {shape}")
+                    continue
+                if not needed:
+                    raise TensorError(f"{name} is given, but {matrix.reason(role)}")
+                check_tensor(name, tensor)
+                expected = matrix.shape(role)
+                if role.per_group and scale is not None and self.weight_key is not None:
+                    expected = with_groups_of(scale, expected, self.weight_key)
+                check_shape(name, tensor, expected)
+                check_dtype(name, tensor, matrix.dtypes(role))
         for name, tensor in self.tensors():
             check_sign(name, tensor)
         places = {str(tensor.device): name for name, tensor in self.tensors()}
@@ -264,30 +270,24 @@ class MoEWeights(TensorRecord):
             raise TensorError(f"the weights of one layer are on several devices: {found}")
         self._check_integers()
         if values:
-            # Quantizers that map a group's largest weight to the lowest code write scales of either sign. Pre-scales
-            # are factors of inputs, not scales of codes, and may be any finite number.
-            key = self.weight_key
-            integers = key is not None and key.dtype.kind in (NumberKind.INT, NumberKind.UINT)
-            signed = {"w13_scale", "w2_scale"} if integers else set()
-            signed |= {"w13_pre_scale", "w2_pre_scale"}
-            for name, tensor in self.tensors():
-                scale = name.endswith("_scale") and name not in signed
-                check_values(name, tensor, scale=scale, positive=name in self._never_zero())
-            self._check_codes()
+            self._check_values()
 
-    def _never_zero(self) -> set[str]:
-        """Names of scales that must not be 0.
-
-        A zero scale of a whole matrix would lose every weight; a static activation scale is a divisor.
-        """
-        names = {"w13_input_scale", "w2_input_scale"}
-        if self.weight_key is not None and self.weight_key.group_shape.is_per_tensor:
-            names |= {"w13_scale", "w2_scale"}
-        return names
-
-    def _check_codes(self) -> None:
-        """Check integer codes that are stored in a wider type."""
+    def _check_values(self) -> None:
+        """Check floats, scales and integer codes that are stored in a wider type."""
         key = self.weight_key
+        # Quantizers that map a group's largest weight to the lowest code write scales of either sign. Pre-scales are
+        # factors of inputs, not scales of codes, and may be any finite number.
+        signed = {"pre_scale"}
+        if key is not None and key.dtype.kind is not NumberKind.FLOAT:
+            signed.add("scale")
+        # A zero scale of a whole matrix would lose every weight; a static activation scale is a divisor.
+        positive = {"scale2", "input_scale", "input_scale2"}
+        if key is not None and key.group_shape.is_per_tensor:
+            positive.add("scale")
+        for name, tensor in self.tensors():
+            role = name.partition("_")[2]
+            scale = role.removesuffix("2").endswith("scale") and role not in signed
+            check_values(name, tensor, scale=scale, positive=role in positive)
         if key is not None and key.packing is None and key.dtype.kind is NumberKind.INT and key.dtype.bits < 8:
             for name in ("w13", "w2"):
                 check_range(name, getattr(self, name), key.dtype)
@@ -308,61 +308,6 @@ class MoEWeights(TensorRecord):
             zero_point = getattr(self, f"{name}_input_zero_point")
             if zero_point is not None and activation is not None:
                 check_range(f"{name}_input_zero_point", zero_point, activation.dtype)
-
-    def _validate_extras(self, name: str, config: FusedMoEConfig, rows: int, cols: int) -> None:
-        """Check bias, static activation scale, column groups and pre-scale of one matrix."""
-        experts, key, activation = config.local_experts, self.weight_key, self.activation_key
-        wanted = {
-            "bias": (config.has_bias, f"config.has_bias={config.has_bias}", (experts, rows)),
-            "input_scale": (
-                activation is not None and activation.is_static,
-                f"the activation key is {activation or '16-bit'}",
-                (experts,),
-            ),
-            "input_zero_point": (
-                activation is not None and activation.is_static and not activation.symmetric,
-                f"the activation key is {activation or '16-bit'}",
-                (experts,),
-            ),
-            "g_idx": (key is not None and key.permuted, f"the weight key is {key or '16-bit'}", (experts, cols)),
-            "pre_scale": (key is not None and key.pre_scaled, f"the weight key is {key or '16-bit'}", (experts, cols)),
-        }
-        for suffix, (needed, because, shape) in wanted.items():
-            tensor: Tensor | None = getattr(self, f"{name}_{suffix}")
-            if (tensor is not None) != needed:
-                raise TensorError(f"{name}_{suffix} is {'missing' if needed else 'given'}, but {because}")
-            if tensor is not None:
-                check_shape(f"{name}_{suffix}", tensor, shape)
-                dtypes: dict[str, tuple[torch.dtype, ...]] = {
-                    "g_idx": (torch.int32,),
-                    "pre_scale": (torch.float32,),
-                    "input_scale": (torch.float32,),
-                    "input_zero_point": (torch.int32,),
-                    "bias": (torch.float32, torch.bfloat16, torch.float16),
-                }
-                check_dtype(f"{name}_{suffix}", tensor, dtypes[suffix])
-
-
-def storage_dtypes(key: QuantKey | None) -> tuple[torch.dtype, ...]:
-    """List the tensor dtypes that can hold weights of ``key``.
-
-    Args:
-        key: Quantization key; None: unquantized weights.
-
-    Returns:
-        The dtypes.
-
-    Raises:
-        ConfigError: ``key`` has two levels of scales.
-    """
-    check_one_level(key)
-    if key is None:
-        return (torch.bfloat16, torch.float16, torch.float32)
-    if key.packing is not None:
-        return (key.packing.storage,)
-    if key.dtype.kind is NumberKind.FLOAT:
-        return {"e4m3": (torch.float8_e4m3fn,), "e5m2": (torch.float8_e5m2,)}[key.dtype.name]
-    return (torch.int8,) if key.dtype.kind is NumberKind.INT else (torch.uint8,)
 
 
 def check_range(name: str, tensor: Tensor, dtype: QuantDtype) -> None:
@@ -412,6 +357,8 @@ def check_values(name: str, tensor: Tensor, *, scale: bool, positive: bool = Fal
     Raises:
         TensorError: A value is invalid.
     """
+    if scale and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        tensor = tensor.float()
     if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = tensor.view(torch.uint8) & 0x7F
         bad = codes == 0x7F if tensor.dtype is torch.float8_e4m3fn else codes >= 0x7C

@@ -266,7 +266,7 @@ def _with_edges(
             scale.view(torch.uint8).add_(shift * chosen.to(torch.uint8))
         else:
             scale = torch.where(chosen, scale * 2.0**shift, scale)
-        codes, scale, _ = quantize_weight(w, key, parts=parts, scale=scale)
+        codes, scale, *_ = quantize_weight(w, key, parts=parts, scale=scale)
         if is_e8m0(key.scale.dtype) and scale[0].numel() >= 16:
             codes, scale = _extreme(codes, scale, w, key, parts)
         changed |= {name: codes, f"{name}_scale": scale}
@@ -316,7 +316,7 @@ def _extreme(codes: Tensor, scale: Tensor, w: Tensor, key: QuantKey, parts: int)
     bare[:, scale.shape[1] // 2, 0] = True
     smallest[:, scale.shape[1] // 3, scale.shape[2] // 2] = True
     exponents = scale.view(torch.uint8)
-    zero = Grid.of(key, w.shape[0], w.shape[1], w.shape[2], parts).spread(bare)
+    zero = Grid.of(key.scale, w.shape[0], w.shape[1], w.shape[2], parts).spread(bare)
     if key.packing is not None:
         zero = zero[:, :, :: key.packing.values_per_word]
     raw = torch.where(zero, 0, codes.view(torch.uint8)).view(codes.dtype)

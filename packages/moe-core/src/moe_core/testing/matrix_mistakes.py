@@ -88,8 +88,8 @@ def with_float_scales(problem: Problem) -> Problem:
     return with_weights(
         problem,
         weight_key=key.with_scale_dtype(torch.float32),
-        w13_scale=scale_values(weights.w13_scale, key),
-        w2_scale=scale_values(weights.w2_scale, key),
+        w13_scale=scale_values(weights.w13_scale),
+        w2_scale=scale_values(weights.w2_scale),
     )
 
 
@@ -318,7 +318,7 @@ def _zero_points_moved(text: str, by: int) -> Iterator[Mistake]:
                 if scale is None:
                     return
                 experts, rows, cols = w.shape
-                spread = Grid.of(key, experts, rows, cols, matrix.parts).spread(scale, matrix.part("g_idx"))
+                spread = Grid.of(key.scale, experts, rows, cols, matrix.parts).spread(scale, matrix.part("g_idx"))
                 changed[name] = w - by * spread
             yield with_weights(plain, **changed)
 

@@ -25,7 +25,6 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
     kFp8StaticTensorSym,
-    make_quant_config,
 )
 from moe_core.api.experts import quantize_tensor
 from moe_core.api.libraries import (
@@ -90,9 +89,7 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
         return KernelWeights(
             w13=self._w13(weights.w13, ratio),
             w2=w2.contiguous(),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
+            quant_config=weights.quant_config(
                 w1_scale=first.contiguous(),
                 w2_scale=second.contiguous(),
                 a1_scale=a1.contiguous(),
@@ -179,9 +176,7 @@ class FlashInferCutlassFp8BlockExperts(FlashInferCutlassExperts):
         return KernelWeights(
             w13=swap_halves(weights.w13) if gated else weights.w13.contiguous(),
             w2=weights.w2.contiguous(),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
+            quant_config=weights.quant_config(
                 w1_scale=swap_halves(w13_scale) if gated else w13_scale.contiguous(),
                 w2_scale=w2_scale.contiguous(),
                 **self.bias_options(weights),

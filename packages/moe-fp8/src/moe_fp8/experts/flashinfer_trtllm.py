@@ -31,7 +31,6 @@ from moe_core import (
     kFp8StaticTensorSym,
     kMxfp8Dynamic,
     kMxfp8Static,
-    make_quant_config,
 )
 from moe_core.api.libraries import (
     TRTLLM_MAX_LOCAL_EXPERTS,
@@ -128,13 +127,8 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
         return KernelWeights(
             w13=trtllm_weights(weights.w13, order13, size, hidden, parts=parts),
             w2=trtllm_weights(weights.w2, order2, hidden, size),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=w13_scale.clone(),
-                w2_scale=w2_scale.clone(),
-                a1_scale=a1.clone(),
-                a2_scale=a2.clone(),
+            quant_config=weights.quant_config(
+                w1_scale=w13_scale.clone(), w2_scale=w2_scale.clone(), a1_scale=a1.clone(), a2_scale=a2.clone()
             ),
             extra={
                 "x_scale": a1[:1].float().clone(),
@@ -174,12 +168,7 @@ class TrtLlmFp8BlockExperts(TrtLlmFp8Experts):
         return KernelWeights(
             w13=trtllm_block_weights(weights.w13, trtllm_row_order(rows, 64, gated=True, in_turns=False)),
             w2=trtllm_block_weights(weights.w2, trtllm_row_order(self.hidden_size, 64)),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=swap_halves(w13_scale),
-                w2_scale=w2_scale.clone(),
-            ),
+            quant_config=weights.quant_config(w1_scale=swap_halves(w13_scale), w2_scale=w2_scale.clone()),
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 
@@ -217,12 +206,7 @@ class TrtLlmMxfp8Experts(TrtLlmFp8Experts):
         return KernelWeights(
             w13=trtllm_weights(weights.w13, first, size, hidden, parts=parts),
             w2=trtllm_weights(weights.w2, second, hidden, size),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=trtllm_scales(s13, first),
-                w2_scale=trtllm_scales(s2, second),
-            ),
+            quant_config=weights.quant_config(w1_scale=trtllm_scales(s13, first), w2_scale=trtllm_scales(s2, second)),
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )
 

@@ -38,7 +38,6 @@ from moe_core import (
     kFp8Dynamic64Sym,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
-    make_quant_config,
 )
 from moe_core.api.experts import WHOLE_COLUMNS, LayerProblem, ScaledGemvExperts
 from torch import Tensor
@@ -87,14 +86,7 @@ class TritonFp8BlockExperts(ScaledGemvExperts):
         return KernelWeights(
             w13=self._stored(weights, "w13"),
             w2=self._stored(weights, "w2"),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=_float32(w13_scale),
-                w2_scale=_float32(w2_scale),
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
+            quant_config=weights.quant_config(w1_scale=_float32(w13_scale), w2_scale=_float32(w2_scale)),
         )
 
     def _stored(self, weights: MoEWeights, name: str) -> Tensor:

@@ -26,7 +26,6 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
-    make_quant_config,
 )
 from moe_core.api.experts import ScaledMMExperts
 
@@ -61,21 +60,10 @@ class TritonFp8Experts(ScaledMMExperts):
     )
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale = weights.weight_scales
-        x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
             w13=self.block_major(weights, "w13"),
             w2=self.block_major(weights, "w2"),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=w13_scale,
-                w2_scale=w2_scale,
-                a1_scale=x_scale,
-                a2_scale=h_scale,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
+            quant_config=weights.quant_config(),
         )
 
     @property

@@ -33,7 +33,6 @@ from moe_core import (
     kInt8StaticChannelSym,
     kInt8StaticTensorAsym,
     kInt8StaticTensorSym,
-    make_quant_config,
 )
 from torch import Tensor
 
@@ -89,7 +88,6 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         return [*reasons, *sum_reasons(config, weight_key, activation_key)]
 
     def convert(self, weights: MoEWeights) -> KernelWeights:
-        w13_scale, w2_scale = weights.weight_scales
         extra: dict[str, Tensor] = {}
         if self.zero_points:
             extra = {"w13_sums": row_sums(weights.w13), "w2_sums": row_sums(weights.w2)}
@@ -103,18 +101,7 @@ class TritonInt8Experts(Int8ScaledMMExperts):
         return KernelWeights(
             w13=self.block_major(weights, "w13"),
             w2=self.block_major(weights, "w2"),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=w13_scale,
-                w2_scale=w2_scale,
-                a1_scale=weights.w13_input_scale,
-                a2_scale=weights.w2_input_scale,
-                a1_zp=weights.w13_input_zero_point,
-                a2_zp=weights.w2_input_zero_point,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
+            quant_config=weights.quant_config(),
             extra=extra,
         )
 

@@ -32,7 +32,6 @@ from moe_core import (
     kInt4W4A8StaticGroup128Sym,
     kInt8DynamicTokenAsym,
     kInt8DynamicTokenSym,
-    make_quant_config,
 )
 from moe_core.api.experts import LayerProblem
 from torch import Tensor
@@ -99,13 +98,8 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
         return KernelWeights(
             w13=pack_int4(weights.w13, half),
             w2=pack_int4(weights.w2, half),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=self._kernel_scale(w13_scale, half),
-                w2_scale=self._kernel_scale(w2_scale, half),
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
+            quant_config=weights.quant_config(
+                w1_scale=self._kernel_scale(w13_scale, half), w2_scale=self._kernel_scale(w2_scale, half)
             ),
             extra=extra,
         )

@@ -25,7 +25,6 @@ from moe_core import (
     cuda,
     kMxfp4Static,
     kMxfp8Dynamic,
-    make_quant_config,
 )
 from moe_core.api.libraries import (
     FlashInferCutlassExperts,
@@ -99,9 +98,7 @@ class FlashInferCutlassMxfp4Experts(PaddedExperts, FlashInferCutlassExperts):
         return KernelWeights(
             w13=self._converted(weights.w13, size, hidden // 2, gated=self.config.is_gated),
             w2=self._converted(weights.w2, hidden, size // 2),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
+            quant_config=weights.quant_config(
                 w1_scale=self.folded(_padded(w13_scale, size, hidden // GROUP, gated=self.config.is_gated)),
                 w2_scale=self.folded(_padded(w2_scale, hidden, size // GROUP)),
                 **self.bias_options(weights),

@@ -24,7 +24,6 @@ from moe_core import (
     WorkspaceSpec,
     kMxfp4Static,
     kMxfp8Dynamic,
-    make_quant_config,
 )
 from moe_core.api.libraries import (
     TRTLLM_MAX_LOCAL_EXPERTS,
@@ -81,9 +80,7 @@ class TrtLlmMxfp4Experts(PaddedExperts, TrtLlmExperts):
         return KernelWeights(
             w13=trtllm_weights(weights.w13, first, size, hidden // 2, parts=2),
             w2=trtllm_weights(weights.w2, second, hidden, size // 2),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
+            quant_config=weights.quant_config(
                 w1_scale=trtllm_scales(pad_matrices(w13_scale, size, hidden // GROUP, parts=2), first),
                 w2_scale=trtllm_scales(pad_matrices(w2_scale, hidden, size // GROUP), second),
                 **biases,

@@ -25,7 +25,6 @@ from moe_core import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
     kMxfp4Static,
-    make_quant_config,
 )
 from moe_core.api.experts import LayerProblem, ScaledMMExperts
 
@@ -67,22 +66,12 @@ class MarlinMxfp4Fp8Experts(ScaledMMExperts):
         from moe_mxfp4.marlin_layout import convert_to_e4m3
 
         w13_scale, w2_scale = weights.weight_scales
-        x_scale, h_scale = self.input_scales(weights)
         w13 = convert_to_e4m3(weights.w13, w13_scale, self.config.hidden_size)
         w2 = convert_to_e4m3(weights.w2, w2_scale, self.config.intermediate_size)
         return KernelWeights(
             w13=w13.words,
             w2=w2.words,
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=w13.scales,
-                w2_scale=w2.scales,
-                a1_scale=x_scale,
-                a2_scale=h_scale,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-            ),
+            quant_config=weights.quant_config(w1_scale=w13.scales, w2_scale=w2.scales),
             extra={"w13_powers": w13.powers, "w2_powers": w2.powers},
         )
 

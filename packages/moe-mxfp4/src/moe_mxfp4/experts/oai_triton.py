@@ -35,7 +35,6 @@ from moe_core import (
     WorkspaceSpec,
     cuda,
     kMxfp4Static,
-    make_quant_config,
 )
 from moe_core.api.libraries import (
     by_experts,
@@ -114,9 +113,7 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
         return KernelWeights(
             w13=_swizzled(weights.w13, *first, parts=parts, turns=self.fuses),
             w2=_swizzled(weights.w2, *second),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=None,
+            quant_config=weights.quant_config(
                 w1_scale=_swizzled_scale(w13_scale, *first, parts=parts, turns=self.fuses),
                 w2_scale=_swizzled_scale(w2_scale, *second),
                 **biases,

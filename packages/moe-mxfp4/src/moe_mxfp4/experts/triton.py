@@ -28,7 +28,6 @@ from moe_core import (
     kFp8Dynamic128Sym,
     kMxfp4Static,
     kMxfp8Dynamic,
-    make_quant_config,
 )
 from moe_core.api.experts import GroupedExperts, LayerProblem, as_words
 from torch import Tensor
@@ -67,20 +66,10 @@ class TritonMxfp4Experts(GroupedExperts):
         config, scales = self.config, group_scales if self.scaled else step_scales
         w13_scale, w13_channel_scales = scales(weights.w13, first, config.hidden_size)
         w2_scale, w2_channel_scales = scales(weights.w2, second, config.intermediate_size)
-        x_scale, h_scale = self.input_scales(weights)
         return KernelWeights(
             w13=self._codes(weights.w13, first, config.hidden_size),
             w2=self._codes(weights.w2, second, config.intermediate_size),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
-                w1_scale=w13_scale,
-                w2_scale=w2_scale,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
-                a1_scale=x_scale,
-                a2_scale=h_scale,
-            ),
+            quant_config=weights.quant_config(w1_scale=w13_scale, w2_scale=w2_scale),
             extra={"w13_channel_scales": w13_channel_scales, "w2_channel_scales": w2_channel_scales},
         )
 

@@ -23,7 +23,6 @@ from moe_core import (
     MoEActivation,
     MoEWeights,
     kInt4Static32,
-    make_quant_config,
 )
 from moe_core.api.libraries import (
     TRTLLM_MAX_LOCAL_EXPERTS,
@@ -79,11 +78,8 @@ class TrtLlmMxint4Experts(TrtLlmExperts):
         return KernelWeights(
             w13=_blocks(weights.w13, first, size, hidden, parts=2),
             w2=_blocks(weights.w2, second, hidden, size),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=None,
-                w1_scale=trtllm_scales(w13_scale, first),
-                w2_scale=trtllm_scales(w2_scale, second),
+            quant_config=weights.quant_config(
+                w1_scale=trtllm_scales(w13_scale, first), w2_scale=trtllm_scales(w2_scale, second)
             ),
             extra=trtllm_activation_parameters(self.config, weights.w13.shape[0], weights.w13.device),
         )

@@ -36,7 +36,6 @@ from moe_core import (
     QuantKey,
     WorkspaceSpec,
     cuda,
-    make_quant_config,
 )
 from moe_core.api.libraries import fused_activation, gather_rows, reduce_pairs, sort_pairs, sort_workspaces
 from torch import Tensor
@@ -102,9 +101,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         return KernelWeights(
             w13=self._packed(weights.w13),
             w2=self._packed(weights.w2),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=None,
+            quant_config=weights.quant_config(
                 w1_scale=ordered_scales(w13_scale, whole_rows=whole_rows),
                 w2_scale=ordered_scales(w2_scale, whole_rows=whole_rows),
                 w1_zp=self._zero_points(weights.w13_zero_point),

@@ -28,7 +28,6 @@ from moe_core import (
     hip,
     kFp8DynamicTokenSym,
     kInt4Static,
-    make_quant_config,
 )
 from moe_core.api.experts import GroupedExperts, LayerProblem, as_words
 from torch import Tensor
@@ -81,19 +80,13 @@ class TritonWNA16Experts(GroupedExperts):
         return KernelWeights(
             w13=as_words(weights.w13),
             w2=as_words(weights.w2),
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=weights.activation_key,
+            quant_config=weights.quant_config(
                 w1_scale=scales(w13_scale),
                 w2_scale=scales(w2_scale),
                 w1_zp=zeros(weights.w13_zero_point),
                 w2_zp=zeros(weights.w2_zero_point),
                 w1_g_idx=groups(weights.w13_g_idx),
                 w2_g_idx=groups(weights.w2_g_idx),
-                w1_pre_scale=weights.w13_pre_scale,
-                w2_pre_scale=weights.w2_pre_scale,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
             ),
         )
 

@@ -256,26 +256,6 @@ class GroupedExperts(FusedMoEExpertsModular):
             raise TensorError("the quant config of quantized weights holds w1_scale and w2_scale")
         return scale, bias
 
-    def input_scales(self, weights: MoEWeights) -> tuple[Tensor | None, Tensor | None]:
-        """Return the static scales of x and h.
-
-        Args:
-            weights: Canonical weights.
-
-        Returns:
-            Scales [E] each; float32 and contiguous if the activation key is static.
-
-        Raises:
-            TensorError: If the activation key is static and a scale is missing.
-        """
-        scales = weights.w13_input_scale, weights.w2_input_scale
-        if self.activation_key is None or not self.activation_key.is_static:
-            return scales
-        if scales[0] is None or scales[1] is None:
-            name = "w13_input_scale" if scales[0] is None else "w2_input_scale"
-            raise TensorError(f"{name} is missing, the activation key is {self.activation_key}")
-        return scales[0].float().contiguous(), scales[1].float().contiguous()
-
     def block_major(self, weights: MoEWeights, name: str) -> Tensor:
         """Return 8-bit weights in the layout that the kernels read fastest.
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_core.errors import TensorError
 from moe_core.kernels.experts.grouped import GroupedExperts
 from moe_core.kernels.gemm.heuristics import LayerProblem
-from moe_core.spec.quant_config import make_quant_config
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import KernelWeights, MoEWeights
 
@@ -64,21 +63,11 @@ class MarlinExperts(GroupedExperts):
             for kind in ("channel_scales", "index", "powers")
             for name, made in (("w13", w13), ("w2", w2))
         }
-        x_scale, h_scale = (None, None) if self.activation_key is None else self.input_scales(weights)
         return KernelWeights(
             w13=w13.words,
             w2=w2.words,
-            quant_config=make_quant_config(
-                weight_key=weights.weight_key,
-                activation_key=self.activation_key,
-                w1_scale=w13.scales,
-                w2_scale=w2.scales,
-                a1_scale=x_scale,
-                a2_scale=h_scale,
-                w1_pre_scale=weights.w13_pre_scale,
-                w2_pre_scale=weights.w2_pre_scale,
-                w1_bias=weights.w13_bias,
-                w2_bias=weights.w2_bias,
+            quant_config=weights.quant_config(
+                w1_scale=w13.scales, w2_scale=w2.scales, w1_zp=None, w2_zp=None, w1_g_idx=None, w2_g_idx=None
             ),
             extra={name: tensor for name, tensor in extra.items() if tensor is not None},
             arrangement={

@@ -16,7 +16,7 @@ from moe_core._support.autocast import without_autocast
 from moe_core.errors import ConfigError, TensorError, check_shape
 from moe_core.kernels.ops.quantize_weights import quantize_weights
 from moe_core.reference.quantization import Quantized
-from moe_core.spec.quant_key import QuantKey, check_one_level
+from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import MoEWeights
 
 #: quantizes ``w`` [E, rows, K]; the second argument is the number of stacked matrices
@@ -42,8 +42,6 @@ class OnlineQuantization:
     quantizer: Quantizer | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        check_one_level(self.weight_key, "weight_key")
-        check_one_level(self.activation_key, "activation_key")
         if self.activation_key is not None and self.activation_key.is_static:
             raise ConfigError(
                 f"{self.name}: 16-bit experts come without activation scales, the activation key is "

@@ -28,7 +28,7 @@ from moe_core.kernels.ops._rows import Rows, check_output
 from moe_core.reference.quantization import Quantized, quantize_tensor
 from moe_core.spec.activation import ActivationParams, MoEActivation
 from moe_core.spec.numerics import FP8_E4M3, INT8, e8m0_to_float32, is_e8m0
-from moe_core.spec.quant_key import QuantKey, check_one_level
+from moe_core.spec.quant_key import QuantKey
 
 _CODES = {FP8_E4M3: ("e4m3", torch.float8_e4m3fn), INT8: ("int8", torch.int8)}
 
@@ -194,11 +194,12 @@ def _check_key(
     key: QuantKey, static_scale: Tensor | None, power_of_two: bool, *, asymmetric: bool
 ) -> tuple[str, torch.dtype]:
     """Check a key for activations; return the name of the code and its torch dtype."""
-    check_one_level(key, "key")
     shape = key.group_shape
-    plain = key.packing is None and not key.permuted and not key.pre_scaled
+    plain = key.packing is None and key.scale2 is None and not key.permuted and not key.pre_scaled
     if key.dtype not in _CODES or not plain:
-        raise ConfigError(f"activations are quantized to e4m3 or int8, not packed or permuted, the key is {key}")
+        raise ConfigError(
+            f"activations are quantized to e4m3 or int8, with one level of scales, not packed or permuted; got {key}"
+        )
     if key.symmetric is asymmetric:
         name = "quantize_activation" if asymmetric else "quantize_activation_asymmetric"
         raise ConfigError(f"the key is {key}: use {name}")

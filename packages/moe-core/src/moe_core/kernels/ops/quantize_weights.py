@@ -21,7 +21,7 @@ from moe_core.kernels.ops.quantize import quantize_activation, without_e4m3
 from moe_core.reference.quantization import Quantized, quantize_weight
 from moe_core.spec.numerics import FP8_E4M3, INT8, is_e8m0
 from moe_core.spec.quant_key import QuantKey, kMxfp4Static
-from moe_core.spec.weights import scale_shape, storage_dtypes
+from moe_core.spec.roles import scale_shape, storage_dtypes
 
 #: number of values the PyTorch implementation converts to float32 at a time; at least one expert
 _TORCH_CHUNK = 1 << 24
@@ -48,7 +48,7 @@ def quantize_weights(
         key: Quantization of the weights.
         parts: Number of stacked matrices (gate and up: 2) with separate scales.
         out: Contiguous codes [E, rows, K] to write to (packed: K divided by the values per word); allocated by default.
-        scale_out: Contiguous scales of :func:`moe_core.spec.weights.scale_shape` to write to; allocated by default.
+        scale_out: Contiguous scales of :func:`moe_core.spec.roles.scale_shape` to write to; allocated by default.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
@@ -108,8 +108,8 @@ def _unsupported(key: QuantKey, w: Tensor) -> str | None:
         return (
             None if w.shape[2] % group.col == 0 else f"groups are whole, w has {w.shape[2]} columns; the key is {key}"
         )
-    if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or not key.symmetric:
-        return f"weights are quantized to MXFP4, or e4m3 or int8, symmetric; the key is {key}"
+    if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or not key.symmetric or key.scale2 is not None:
+        return f"weights are quantized to MXFP4, or e4m3 or int8, symmetric with one level of scales; the key is {key}"
     if key.scale.rounding != "up":
         return f"scales are rounded up, the key is {key}"
     in_groups = group.row == 1 and group.col > 0
@@ -128,16 +128,16 @@ def _unsupported(key: QuantKey, w: Tensor) -> str | None:
 
 
 def _quantize_torch(w: Tensor, key: QuantKey, parts: int, out: Tensor, scale: Tensor) -> Quantized:
-    zero_point = None if key.symmetric else torch.empty(scale.shape, dtype=torch.int32, device=w.device)
     step = max(1, _TORCH_CHUNK // max(1, w.shape[1] * w.shape[2]))
-    for start in range(0, w.shape[0], step):
+    found = []
+    for start in range(0, max(w.shape[0], 1), step):
         chunk = slice(start, start + step)
-        found = quantize_weight(w[chunk], key, parts=parts)
-        out[chunk].copy_(found.values)
-        scale[chunk].copy_(found.scale)
-        if zero_point is not None and found.zero_point is not None:
-            zero_point[chunk].copy_(found.zero_point)
-    return Quantized(out, scale, zero_point)
+        found.append(quantize_weight(w[chunk], key, parts=parts))
+        out[chunk].copy_(found[-1].values)
+        scale[chunk].copy_(found[-1].scale)
+    zero_point = [one.zero_point for one in found if one.zero_point is not None]
+    scale2 = [one.scale2 for one in found if one.scale2 is not None]
+    return Quantized(out, scale, torch.cat(zero_point) if zero_point else None, torch.cat(scale2) if scale2 else None)
 
 
 def _storage_shape(key: QuantKey, experts: int, rows: int, cols: int) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import torch
 
 from moe_core.errors import ConfigError
 from moe_core.spec.numerics import FP8_E4M3, INT8
-from moe_core.spec.quant_key import QuantKey, check_one_level
+from moe_core.spec.quant_key import QuantKey
 
 #: alignment in bytes that vector loads and stores of hidden states require
 ALIGNMENT = 16
@@ -37,7 +37,6 @@ class TokenCode:
         key = self.key
         if key is None:
             return
-        check_one_level(key, "key")
         shape = key.group_shape
         grouped = shape.row == 1 and shape.col > 0 and not shape.col & (shape.col - 1)
         if not (
@@ -46,6 +45,7 @@ class TokenCode:
             and key.symmetric
             and not key.is_static
             and key.packing is None
+            and key.scale2 is None
         ):
             raise ConfigError(
                 f"tokens are sent as they are, or as e4m3 or int8 with scales of each token's own, the key is {key}"

@@ -35,7 +35,7 @@ from moe_core.errors import ConfigError, did_you_mean
 from moe_core.parallel.distributed.uniform_routing import active_experts, expected_ranks
 from moe_core.spec.cards import CARDS
 from moe_core.spec.config import FusedMoEConfig, TokenSharing, whole_number
-from moe_core.spec.quant_key import QuantKey, check_one_level
+from moe_core.spec.quant_key import QuantKey
 
 #: Bytes of routing per (token, expert) pair: a float32 weight and an int32 id.
 ROUTING_BYTES = 8
@@ -316,11 +316,10 @@ def payload_bytes(hidden_size: int, dtype_bytes: int, key: QuantKey | None) -> i
     Returns:
         Number of bytes.
     """
-    check_one_level(key, "payload")
     if key is None:
         return hidden_size * dtype_bytes
     codes = -(-hidden_size * key.dtype.bits // 8)
-    return codes if key.is_static else codes + key.group_shape.grid(1, hidden_size)[1] * key.scale.dtype.itemsize
+    return codes if key.scale.static else codes + key.group_shape.grid(1, hidden_size)[1] * key.scale.dtype.itemsize
 
 
 @dataclass(frozen=True)
