@@ -511,7 +511,7 @@ def _divided(
 ) -> tuple[Tensor, Tensor | None]:
     """``x`` [E, rows, K] divided by its second scale, which is computed from ``counted`` unless given, and that scale.
 
-    The largest quotient of a group is the largest value that a code times a first-level scale can represent.
+    The largest quotient is the largest code times the largest 8-bit scale, or times 1 for wider scales.
     """
     if key.scale2 is None:
         if scale2 is not None:
@@ -525,7 +525,7 @@ def _divided(
     if scale2 is None:
         amax = grid.groups(counted.float().abs()).amax(dim=(3, 5)).clamp_min(AMAX_FLOOR)
         amax = torch.where(amax.isfinite(), amax, torch.nan).reshape(shape)
-        # Scales with few exponents use all of them; others hold what is left of the range.
+        # 8-bit scales use all of their range. Wider scales are at most 1.
         narrow = key.scale.dtype.is_floating_point and key.scale.dtype.itemsize == 1
         largest = key.dtype.max_value * (torch.finfo(key.scale.dtype).max if narrow else 1.0)
         scale2 = _store_scale(amax / torch.full_like(amax, largest), key.scale2.dtype)

@@ -157,6 +157,7 @@ class QuantKey:
     pre_scaled: bool = False
 
     def __post_init__(self) -> None:
+        check_instance("dtype", self.dtype, QuantDtype)
         if self.packing == _NOT_SAID:
             object.__setattr__(self, "packing", self._usual_packing)
 

@@ -15,7 +15,7 @@ from moe_core.spec.device import as_torch_device
 from moe_core.spec.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.spec.quant_config import FusedMoEQuantConfig, make_quant_config
 from moe_core.spec.quant_key import QuantKey, as_quant_key
-from moe_core.spec.roles import ROLES, matrices
+from moe_core.spec.roles import CODES, ROLES, matrices
 from moe_core.spec.tensor_record import TensorRecord
 
 
@@ -247,15 +247,15 @@ class MoEWeights(TensorRecord):
         for matrix in matrices(config, self.weight_key, self.activation_key):
             scale: Tensor | None = getattr(self, f"{matrix.name}_scale")
             for role in ROLES:
-                name, needed = matrix.field(role), matrix.has(role)
-                tensor: Tensor | None = getattr(self, name)
-                if tensor is None:
-                    if needed:
-                        shape = list(matrix.shape(role))
-                        raise TensorError(f"{name} is missing, but {matrix.reason(role)}; expected {shape}")
+                name = matrix.field(role)
+                tensor: Any = getattr(self, name)
+                if role is not CODES and (tensor is not None) != matrix.has(role):
+                    if tensor is not None:
+                        raise TensorError(f"{name} is given, but {matrix.reason(role)}")
+                    shape = list(matrix.shape(role))
+                    raise TensorError(f"{name} is missing, but {matrix.reason(role)}; expected {shape}")
+                if role is not CODES and tensor is None:
                     continue
-                if not needed:
-                    raise TensorError(f"{name} is given, but {matrix.reason(role)}")
                 check_tensor(name, tensor)
                 expected = matrix.shape(role)
                 if role.per_group and scale is not None and self.weight_key is not None:
