@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import DeviceInfo, Environment, FusedMoEConfig, FusedMoEParallelConfig
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
 from moe_core.parallel.prepare_finalize.batched import BatchedPrepareAndFinalize
 from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
@@ -99,9 +99,9 @@ def test_a_pending_result_is_finished_once() -> None:
             raise ValueError("not yet")
         return 5
 
-    pending = Pending(finish)
+    pending = AsyncResult(finish)
     assert not calls
     with pytest.raises(ValueError, match="not yet"):
         pending.wait()
     assert (pending.wait(), pending(), len(calls)) == (5, 5, 2)
-    assert Pending.done(None).wait() is None
+    assert AsyncResult.done(None).wait() is None

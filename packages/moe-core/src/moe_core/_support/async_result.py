@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
+class AsyncResult(Generic[T]):
     """Result of an asynchronous step; :meth:`wait`, or a call, returns it.
 
     Args:
@@ -21,7 +21,7 @@ class Pending(Generic[T]):
         self._result: list[T] = []
 
     @staticmethod
-    def done(result: T) -> Pending[T]:
+    def done(result: T) -> AsyncResult[T]:
         """Wrap a result that is already available.
 
         Args:
@@ -31,7 +31,7 @@ class Pending(Generic[T]):
             A pending result whose :meth:`wait` returns immediately.
         """
         # Every call of a layer makes several of these, so this avoids creating and calling a function.
-        pending: Pending[T] = object.__new__(Pending)
+        pending: AsyncResult[T] = object.__new__(AsyncResult)
         pending._finish, pending._result = None, [result]
         return pending
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.errors import ConfigError
 from moe_core.interface.experts import ExpertTokensMetadata, FusedMoEExperts
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
@@ -35,6 +35,7 @@ class TokenRouting:
         expert_map: [E] int32, local index of each expert, -1 if it is on another rank; None if ids are local indices.
         adapter_ids: [M] int32, if the call has LoRA adapters.
         tokens_per_rank: Number of tokens of each of the ``dp_size`` ranks, if the caller knows it.
+        reserved: Result of :meth:`FusedMoEPrepareAndFinalizeModular.reserve`, if the call is recorded as a whole.
     """
 
     topk_weights: Tensor
@@ -42,6 +43,24 @@ class TokenRouting:
     expert_map: Tensor | None = None
     adapter_ids: Tensor | None = None
     tokens_per_rank: Sequence[int] | None = None
+    reserved: ReservedCall | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ReservedCall:
+    """A call between ranks whose prepare, experts and finalize make only launches, and are recorded as one.
+
+    Attributes:
+        tensors: Tensors that the launches use, in addition to weights and workspace; always in the same order.
+        kind: What determines the launches in addition to tensors.
+        result: [M', K], where experts that reduce write their output.
+        end: Callback that completes the call after the launches.
+    """
+
+    tensors: tuple[Tensor, ...]
+    kind: tuple[Hashable, ...]
+    result: Tensor
+    end: Callable[[], None]
 
 
 class TopKWeightAndReduce(ABC):
@@ -100,8 +119,8 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     """Base class that moves hidden states to the experts (prepare) and results back (finalize).
 
     :meth:`prepare` and :meth:`finalize` are the steps of a call. Classes that communicate can also start a step and
-    return a :class:`Pending`, whose ``wait`` gives the result (:meth:`prepare_async`, :meth:`finalize_async`). Steps of
-    several calls may be in flight; all ranks start and wait for them in the same order.
+    return an :class:`AsyncResult`, whose ``wait`` gives the result (:meth:`prepare_async`, :meth:`finalize_async`).
+    Steps of several calls may be in flight; all ranks start and wait for them in the same order.
 
     Attributes:
         name: Name in ``FusedMoEParallelConfig.all2all_backend``.
@@ -285,6 +304,25 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         """
         return num_tokens
 
+    def reserve(
+        self, output: Tensor, hidden_states: Tensor, routing: TokenRouting, quantize_as: QuantKey | None
+    ) -> ReservedCall | None:
+        """Do what precedes the launches of a call with experts that reduce: exchange numbers and tokens, take memory.
+
+        :meth:`prepare` and :meth:`finalize` get the result as ``routing.reserved`` and make only launches. They are
+        recorded as one with the experts, and do not run when the record is replayed.
+
+        Args:
+            output: [M, K], written by the call.
+            hidden_states: [M, K].
+            routing: Routing of the tokens.
+            quantize_as: Key to quantize the hidden states with; None: do not quantize.
+
+        Returns:
+            The call; None if more than launches would remain.
+        """
+        return None
+
     @abstractmethod
     def prepare(
         self,
@@ -330,7 +368,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         routing: TokenRouting,
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-    ) -> Pending[Prepared]:
+    ) -> AsyncResult[Prepared]:
         """Start :meth:`prepare`; by default it completes at once.
 
         Args:
@@ -342,7 +380,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         Returns:
             The pending result.
         """
-        return Pending.done(self.prepare(hidden_states, routing, quantize_as, static_scale))
+        return AsyncResult.done(self.prepare(hidden_states, routing, quantize_as, static_scale))
 
     def finalize_async(
         self,
@@ -351,7 +389,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         prepared: Prepared,
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    ) -> AsyncResult[None]:
         """Start :meth:`finalize`; by default it completes at once.
 
         Args:
@@ -365,7 +403,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
             The pending completion.
         """
         self.finalize(output, expert_output, prepared, routing, reduce)
-        return Pending.done(None)
+        return AsyncResult.done(None)
 
     def sum_ranks(self, output: Tensor, partial: Tensor) -> None:  # noqa: B027 - an optional step
         """Add up the partial sums of ranks that have the same tokens.

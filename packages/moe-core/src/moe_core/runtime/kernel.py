@@ -11,6 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from moe_core.interface.experts import (
 from moe_core.interface.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
+    ReservedCall,
     TokenRouting,
     TopKWeightAndReduce,
 )
@@ -222,6 +224,8 @@ class FusedMoEKernel:
 
     def _register(self) -> None:
         self._checks = checks_values()
+        #: Experts, prepare/finalize, and how these quantize.
+        self._quantizes: tuple[object, object, QuantKey | None] | None = None
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
         self._replay = Replay(self._weights)
@@ -370,14 +374,21 @@ class FusedMoEKernel:
 
     def quantization(self) -> tuple[QuantKey | None, Tensor | None]:
         """Return how prepare quantizes hidden states: the key, and the static scale ``[1]``; None: not at all."""
-        experts, movement = self.modular_parts()
-        claims = experts.claims
-        # Quantize before dispatch if the experts accept it: fewer bytes cross ranks.
-        before = movement.collective and movement.claims.quantizes and experts.takes_quantized
-        key = experts.activation_key if before or not claims.expects_unquantized_inputs else None
+        key = self._quantize_as()
         scale = None if key is None else self._weights.quant_config.a1_scale
         # Before dispatch only one scale is possible: the largest covers every value.
         return key, None if scale is None else scale.amax().reshape(1)
+
+    def _quantize_as(self) -> QuantKey | None:
+        experts, movement = self.experts, self.prepare_finalize
+        found = self._quantizes
+        if found is None or found[0] is not experts or found[1] is not movement:
+            # Quantize before dispatch if the experts accept it: fewer bytes cross ranks.
+            across = movement is not None and movement.collective and movement.claims.quantizes
+            before = across and experts.takes_quantized
+            key = experts.activation_key if before or not experts.claims.expects_unquantized_inputs else None
+            found = self._quantizes = experts, movement, key
+        return found[2]
 
     def _checked_call(
         self,
@@ -505,10 +516,16 @@ class FusedMoEKernel:
             movement.sum_ranks(output, output)
             return
         partial, counts = output if movement.sums_in_place else torch.empty_like(hidden_states), routing.tokens_per_rank
+        recordable = output.is_cuda and experts.launches_only and routing.adapter_ids is None
+        if recordable and movement.collective and experts.claims.reduces:
+            reserved = movement.reserve(partial, hidden_states, routing, self._quantize_as())
+            if reserved is not None:
+                self._run_reserved(reserved, partial, hidden_states, routing)
+                movement.sum_ranks(output, partial)
+                return
         # Recordings are not keyed by the number of tokens that the caller selected these from.
         chosen = counts is not None and sum(counts) != len(hidden_states)
-        recorded = output.is_cuda and experts.launches_only and movement.launches_only
-        if recorded and routing.adapter_ids is None and not chosen:
+        if recordable and movement.launches_only and not chosen:
             given = partial, hidden_states, routing.topk_weights, routing.topk_ids, routing.expert_map
 
             def call(workspace: Workspace) -> None:
@@ -519,6 +536,18 @@ class FusedMoEKernel:
             self.run_parts(self._workspace, partial, hidden_states, routing)
         if movement.groups is not None:
             movement.sum_ranks(output, partial)
+
+    def _run_reserved(
+        self, reserved: ReservedCall, output: Tensor, hidden_states: Tensor, routing: TokenRouting
+    ) -> None:
+        """Run a call between ranks that is recorded as a whole."""
+
+        def call(workspace: Workspace) -> None:
+            self.run_parts(workspace, output, hidden_states, replace(routing, reserved=reserved))
+
+        replay = self._replay_of(*self.modular_parts())
+        replay.run(call, reserved.tensors, self._workspace, *reserved.kind)
+        reserved.end()
 
     def run_parts(
         self, workspace: Workspace | None, output: Tensor, hidden_states: Tensor, routing: TokenRouting
@@ -536,8 +565,10 @@ class FusedMoEKernel:
         _, movement = self.modular_parts()
         with autocast_off(output.device.type), current(output.device):
             prepared = movement.prepare(hidden_states, routing, *self.quantization())
-            replay = self.replay_of_steps(output) if movement.collective else None
-            expert_output = self.run_experts(workspace, self._weights, self._lora, replay, output, prepared)
+            reserved = routing.reserved
+            replay = self.replay_of_steps(output) if movement.collective and reserved is None else None
+            result = None if reserved is None else reserved.result
+            expert_output = self.run_experts(workspace, self._weights, self._lora, replay, output, prepared, result)
             movement.finalize(output, expert_output, prepared, routing, self.reduce)
 
     def run_experts(
@@ -548,6 +579,7 @@ class FusedMoEKernel:
         replay: Replay | None,
         output: Tensor,
         prepared: Prepared,
+        result: Tensor | None = None,
     ) -> Tensor:
         """Run the experts on prepared tokens.
 
@@ -558,6 +590,7 @@ class FusedMoEKernel:
             replay: Recorded launches of the experts; None if prepare and finalize are part of the replay.
             output: ``[M, K]``, the output of the call. Experts may write their result to it.
             prepared: Result of prepare.
+            result: Memory for the experts' output; by default it is allocated, or ``output``.
 
         Returns:
             The experts' output, for finalize.
@@ -570,7 +603,9 @@ class FusedMoEKernel:
         shape = output_shape(experts, tokens) if x.dim() == 2 else (*x.shape[:2], hidden)
         # Experts that reduce can write the output directly if their tokens are the caller's.
         direct = experts.claims.reduces and not movement.collective and shape == output.shape
-        expert_output = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
+        if result is None:
+            result = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
+        expert_output = result
 
         def compute(workspace: Workspace) -> None:
             with workspace.lock:
@@ -681,7 +716,7 @@ MOST_LAYOUTS = 128
 #: Key in the state of a pickled kernel.
 _VERSIONS = "versions"
 #: Attributes that copies do not inherit.
-_OF_THIS_ONE = frozenset({"_handle", "_replay", "_layouts", "_captured_workspaces"})
+_OF_THIS_ONE = frozenset({"_handle", "_replay", "_quantizes", "_layouts", "_captured_workspaces"})
 
 
 def versions_of(experts: FusedMoEExperts) -> dict[str, str | None]:

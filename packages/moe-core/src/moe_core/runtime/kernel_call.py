@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core._support.autocast import autocast_off
 from moe_core.interface.prepare_finalize import TokenRouting
 from moe_core.kernels.launch.current_device import current
@@ -51,7 +51,7 @@ class KernelCall:
         # What the kernel has at the start of the call is used to its end.
         replay = kernel.replay_of_steps(output)
         self._run_experts = partial(kernel.run_experts, kernel.workspace, kernel.weights, kernel.lora, replay)
-        self._finalized: Pending[None] | None = None
+        self._finalized: AsyncResult[None] | None = None
         self._ended = False
         with autocast_off(output.device.type):
             self._prepared = self._movement.prepare_async(hidden_states, routing, *kernel.quantization())

@@ -77,6 +77,17 @@ class WorkspaceLayout:
             start = offset if spec.phase is None else shared + offset
             self.places.append((start, start + nbytes, spec.name, spec.dtype, spec.shape))
 
+    def tensors(self, buffer: Tensor) -> Mapping[str, Tensor]:
+        """Return the scratch tensors in a buffer.
+
+        Args:
+            buffer: uint8, of at least :attr:`nbytes`.
+
+        Returns:
+            Tensors by name.
+        """
+        return {name: buffer[start:end].view(dtype).view(shape) for start, end, name, dtype, shape in self.places}
+
 
 def workspace_nbytes(specs: Iterable[WorkspaceSpec]) -> int:
     """Compute the size of one buffer that holds all ``specs``, each aligned.
@@ -221,5 +232,4 @@ class Workspace:
         """
         layout = specs if isinstance(specs, WorkspaceLayout) else WorkspaceLayout(specs)
         self.taken = layout.nbytes
-        buffer = self.hold(self.taken)
-        return {name: buffer[start:end].view(dtype).view(shape) for start, end, name, dtype, shape in layout.places}
+        return layout.tensors(self.hold(self.taken))

@@ -83,7 +83,6 @@ def test_what_a_late_rank_goes_by_is_not_taken_back(tables: list[HostNumbers]) -
 def test_ranks_of_several_hosts_have_no_table(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_numbers.socket, "gethostname", lambda: "here")
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     files = []
 
     def exchange(ranks: Any, text: str, what: str) -> list[str]:
@@ -99,7 +98,7 @@ def test_ranks_of_several_hosts_have_no_table(host: str, monkeypatch: pytest.Mon
     class Group:
         """What a weak reference can be to."""
 
-    ranks: Any = SimpleNamespace(group=Group())
+    ranks: Any = SimpleNamespace(group=Group(), size=2, shared=[])
     table = HostNumbers.connect(ranks, "ranks count")
     assert (table is not None) == (host == "here")
     assert HostNumbers.connect(ranks, "ranks count") is table

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_core import FusedMoEKernel, FusedMoEParallelConfig
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.kernels.launch.launch import Launch, observe
 from moe_core.kernels.launch.replay import Replay
 from moe_core.parallel.placement.placement import ExpertPlacement
@@ -38,14 +38,22 @@ KIND = next(kind for kind in all_kinds() if str(kind) == "fp8-kFp8Static128Block
 def gathering_ranks(case: Case) -> list[FusedMoEKernel]:
     """Kernels of ranks whose collectives bring each the tokens of its own, as often as there are ranks."""
 
-    def begin(what: str, call: object, out: torch.Tensor, given: torch.Tensor) -> Pending[None]:
+    def begin(what: str, call: object, out: torch.Tensor, given: torch.Tensor) -> AsyncResult[None]:
         gathers = call is dist.all_gather_into_tensor
-        return Pending(lambda: out.copy_(given.repeat(case.dp, 1) if gathers else given[: len(out)]))
+        return AsyncResult(lambda: out.copy_(given.repeat(case.dp, 1) if gathers else given[: len(out)]))
 
     kernels = []
     for rank in range(case.ep):
         parallel = FusedMoEParallelConfig.of_rank(rank, ep_size=case.ep, dp_size=case.dp)
-        exchange = SimpleNamespace(members=[*range(case.ep)], begin=begin, group=None, device=torch.device("cuda"))
+        exchange = SimpleNamespace(
+            members=[*range(case.ep)],
+            size=case.ep,
+            begin=begin,
+            all_gather=lambda what, out, given: out.copy_(given.repeat(case.dp, 1)),
+            reduce_scatter=lambda what, out, given: out.copy_(given[: len(out)]),
+            on_gpus=True,
+            shared=[None],
+        )
         groups = SimpleNamespace(
             parallel=parallel, tokens="exchanged", among=lambda _group, exchange=exchange: exchange
         )
@@ -60,8 +68,6 @@ def ranks(all2all: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, list[Fus
     changes = ("max_num_tokens", 2), ("intermediate_size", 128), ("dtype", torch.bfloat16)
     case = Case(KIND, all2all, (2, 2), ep=2, changes=changes, backend=("triton", "sm90"))
     if all2all == ALL_GATHER:
-        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-        monkeypatch.setattr("moe_core.parallel.prepare_finalize.collective.share_memory", lambda ranks: False)
         monkeypatch.setattr("moe_core.kernels.ops._backend.use_triton", lambda *_: True)
         kernels = gathering_ranks(case)
     else:
@@ -85,8 +91,37 @@ def called(kernels: list[FusedMoEKernel], batches: list[Batch]) -> tuple[list[to
     return [call.result() for call in calls], host
 
 
-@pytest.mark.parametrize(("all2all", "most"), [("low_latency", 193), ("alltoall", 215), (ALL_GATHER, 175)])
+def first_rank(all2all: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[FusedMoEKernel], Batch]:
+    """Kernels and tokens of the first of two ranks; the other has always come, without tokens, and sends zeros."""
+    case, kernels = ranks(all2all, monkeypatch)
+    if all2all != ALL_GATHER:
+        movement = kernels[0].prepare_finalize
+        pool = (
+            movement._buffers.buffers if all2all == "low_latency" else [pair[0] for pair in movement._room._buffers[:2]]
+        )
+        for buffer in pool:
+            buffer.results.zero_()
+            for step in (1, 2):
+                buffer.signals(step)[1] = 2**30
+    return kernels, inputs(case)[0]
+
+
+@pytest.mark.parametrize(("all2all", "most"), [("low_latency", 90), ("alltoall", 100), (ALL_GATHER, 110)])
 def test_the_host_does_little(all2all: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, (x, weights, ids) = first_rank(all2all, monkeypatch)
+    as_if_compiled(monkeypatch)
+
+    def call() -> None:
+        kernels[0].apply(x, topk_weights=weights, topk_ids=ids, tokens_per_rank=[2, 2])
+
+    for _ in range(3):
+        call()
+    assert kernels[0]._replay.reasons() == (None,)
+    assert python_calls(call) <= most
+
+
+@pytest.mark.parametrize(("all2all", "most"), [("low_latency", 193), ("alltoall", 215), (ALL_GATHER, 175)])
+def test_the_host_does_little_in_steps(all2all: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kernels = ranks(all2all, monkeypatch)
     as_if_compiled(monkeypatch)
     batches = inputs(case)
@@ -94,6 +129,28 @@ def test_the_host_does_little(all2all: str, most: int, monkeypatch: pytest.Monke
         host = called(kernels, batches)[1]
     assert kernels[0]._replay.reasons() == (None,)
     assert host <= most, host
+
+
+@pytest.mark.parametrize("all2all", ["low_latency", "alltoall", ALL_GATHER])
+def test_replayed_calls_compute_with_their_tensors(all2all: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, tokens = first_rank(all2all, monkeypatch)
+    given = [tuple(part.roll(shift, 0) for part in tokens) for shift in (0, 1)]
+
+    def call(batch: Batch) -> torch.Tensor:
+        x, weights, ids = batch
+        return kernels[0].apply(x, topk_weights=weights, topk_ids=ids, tokens_per_rank=[2, 2])
+
+    expected = [call(batch) for batch in given]
+    assert not torch.equal(*expected)
+    as_if_compiled(monkeypatch, computes=True)
+    launched: list[Launch] = []
+    for batch, result in zip(3 * given, 3 * expected, strict=True):
+        launched.clear()
+        with observe(launched.append):
+            assert torch.equal(call(batch), result)
+    assert kernels[0]._replay.reasons() == (None,)
+    # nothing of the last call was dispatched
+    assert not launched
 
 
 @pytest.mark.parametrize("all2all", ["low_latency", "alltoall"])

@@ -179,7 +179,11 @@ class Replay:
         return tuple(str(found) if isinstance(found, NotReplayable) else None for found in known if found)
 
     def run(
-        self, call: Callable[[Workspace], None], inputs: Sequence[Tensor | None], workspace: Workspace | None
+        self,
+        call: Callable[[Workspace], None],
+        inputs: Sequence[Tensor | None],
+        workspace: Workspace | None,
+        *kind: Hashable,
     ) -> None:
         """Execute ``call``: by replaying a record, or by calling it with the workspace.
 
@@ -187,9 +191,10 @@ class Replay:
             call: Runs the layer with a workspace.
             inputs: The call's tensors, including the output, always in the same order.
             workspace: The layer's workspace, or None for a separate workspace per call.
+            *kind: Values that determine the launches in addition to the tensors.
         """
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
-        self._run(functools.partial(call, scratch), inputs, (), scratch, workspace is not None)
+        self._run(functools.partial(call, scratch), inputs, kind, scratch, workspace is not None)
 
     def step(self, call: Callable[[], object], inputs: Sequence[Tensor | None], *kind: Hashable) -> None:
         """Execute a step without a workspace, like :meth:`run`.

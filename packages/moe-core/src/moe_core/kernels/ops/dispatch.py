@@ -18,6 +18,7 @@ Results are deterministic: the same tokens give the same bytes at the same posit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from moe_core.errors import check_dtype, check_shape
 from moe_core.kernels.launch.launch import launch
 from moe_core.kernels.ops._sizes import power_of_two
 from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
+from moe_core.spec.workspace import WorkspaceSpec
 
 if TYPE_CHECKING:
     from moe_core.parallel.placement.tables import ReplicaTables
@@ -253,6 +255,41 @@ class UnpackedTokens:
     weights: Tensor
     experts: Tensor
     adapters: Tensor | None
+
+    @staticmethod
+    def specs(rows: int, code: TokenCode, top_k: int) -> list[WorkspaceSpec]:
+        """Describe the memory of the outputs for rows without adapters.
+
+        Args:
+            rows: Number of rows.
+            code: Storage format of the hidden states.
+            top_k: Slots per token.
+
+        Returns:
+            The tensors that :meth:`inside` takes.
+        """
+        specs = [
+            WorkspaceSpec("weights", (rows, top_k), torch.float32),
+            WorkspaceSpec("experts", (rows, top_k), torch.int32),
+        ]
+        if code.key is not None:
+            specs.append(WorkspaceSpec("scale", (rows, code.groups), code.scale_dtype))
+        return specs
+
+    @staticmethod
+    def inside(packed: Tensor, code: TokenCode, memory: Mapping[str, Tensor]) -> UnpackedTokens:
+        """Return the outputs for the tokens of ``packed`` in given memory, as :meth:`empty` does.
+
+        Args:
+            packed: Packed rows [M, bytes], uint8.
+            code: Storage format of the hidden states.
+            memory: Tensors of :meth:`specs`.
+
+        Returns:
+            Tokens whose hidden states are already valid.
+        """
+        hidden = packed[:, : code.hidden_nbytes].view(code.code_dtype)
+        return UnpackedTokens(hidden, memory.get("scale"), memory["weights"], memory["experts"], None)
 
     @staticmethod
     def empty(packed: Tensor, code: TokenCode, top_k: int, *, adapters: bool = False) -> UnpackedTokens:

@@ -157,7 +157,7 @@ def exchange(ranks: Communicator, text: str, what: str) -> list[str]:
     Raises:
         CommunicationError: A rank did not call.
     """
-    size, device = dist.get_world_size(ranks.group), ranks.device
+    size, device = ranks.size, ranks.device
     content = text.encode()
     lengths = torch.empty(size, dtype=torch.int64, device=device)
     ranks.begin(what, dist.all_gather_into_tensor, lengths, lengths.new_full((1,), len(content))).wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,7 @@ class ParallelGroups(SharedByCopies):
     tp: ProcessGroup
     ep: ProcessGroup
     timeout: timedelta = DEFAULT_TIMEOUT
+    _communicators: dict[ProcessGroup, Communicator] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         parallel = self.parallel
@@ -250,7 +251,11 @@ class ParallelGroups(SharedByCopies):
         Returns:
             The communicator, with the timeout of these groups.
         """
-        return Communicator(self.world if group is None else group, self.timeout)
+        group = self.world if group is None else group
+        found = self._communicators.get(group)
+        if found is None:
+            found = self._communicators[group] = Communicator(group, self.timeout)
+        return found
 
     def __reduce__(self) -> Any:
         raise ConfigError(

@@ -40,36 +40,21 @@ def tell(ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[in
         what: A clause for errors.
 
     Returns:
-        The numbers of each rank.
+        The numbers of each rank, padded with zeros to :func:`row_width`.
 
     Raises:
         CommunicationError: A rank did not call within the timeout.
     """
-    size, table = dist.get_world_size(ranks.group), HostNumbers.connect(ranks, what)
     # Rows have a fixed width, so that calls of different kinds match too.
-    width = row_width(size)
+    width = row_width(ranks.size)
     row = [*numbers, *[0] * (width - len(numbers))]
+    table = HostNumbers.connect(ranks, what)
     if table is not None:
-        found = table.tell(ranks, row, what)
-    else:
-        mine = torch.tensor(row, dtype=torch.int64, device=ranks.device)
-        told = mine.new_empty(size * width)
-        ranks.begin(what, dist.all_gather_into_tensor, told, mine).wait()
-        flat = ranks.numbers(told, what)
-        found = [flat[start : start + width] for start in range(0, len(flat), width)]
-    return [each[: len(numbers)] for each in found]
-
-
-def share_memory(ranks: Communicator) -> bool:
-    """Whether ranks are on one host, so that :func:`tell` takes microseconds.
-
-    Args:
-        ranks: All of them call this together.
-
-    Returns:
-        True if they share memory.
-    """
-    return HostNumbers.connect(ranks, "ranks find out whether they share memory") is not None
+        return table.tell(ranks, row, what)
+    mine = torch.tensor(row, dtype=torch.int64, device=ranks.device)
+    told = mine.new_empty(ranks.size * width)
+    ranks.begin(what, dist.all_gather_into_tensor, told, mine).wait()
+    return _rows(ranks.numbers(told, what), width)
 
 
 def row_width(size: int) -> int:
@@ -134,39 +119,42 @@ class HostNumbers:
             CommunicationError: A rank did not call within the timeout, or the numbers differ from those of a pending
                 call.
         """
-        with ranks.communicating(what):
-            if self._told not in (None, list(numbers)):
-                raise RuntimeError(
-                    f"a call that told {self._told} has not ended, others go by these numbers, and this one tells "
-                    f"{list(numbers)}: make the groups and layers anew on all ranks"
-                )
         call = (self._calls + 1) % 2**30 + 1
-        words, size, width = self._words, self._size, row_width(self._size)
-        table = (call & 1) * size * width
-        self._told = list(numbers)
-        for index, number in enumerate(numbers):
-            words[table + self._rank * width + index] = call << _BITS | number
-        found: list[list[int]] = []
+        width = len(numbers)
+        mark, table = call << _BITS, (call & 1) * self._size * width
+        row = [mark | number for number in numbers]
+        if self._told not in (None, row):
+            with ranks.communicating(what):
+                raise RuntimeError(
+                    f"a call that told {_values(self._told or [])} has not ended, others go by these numbers, and this "
+                    f"one tells {list(numbers)}: make the groups and layers anew on all ranks"
+                )
+        self._told = row
+        for index, word in enumerate(row, table + self._rank * width):
+            self._words[index] = word
+        words = self._words[table : table + self._size * width]
+        found = words.tolist()
+        if [word for word in found if word >> _BITS != call]:
+            found = self._waited(ranks, words, call, what)
+        self._calls, self._told = self._calls + 1, None
+        return _rows(_values(found), width)
+
+    def _waited(self, ranks: Communicator, words: memoryview[int], call: int, what: str) -> list[int]:
+        """Wait until every word of a table belongs to ``call``; return the words."""
         started = time.monotonic()
         with ranks.communicating(what):
-            for rank in range(size):
-                first = table + rank * width
-                row = words[first : first + width].tolist()
-                while any(word >> _BITS != call for word in row):
-                    waited = time.monotonic() - started
-                    if waited > ranks.timeout.total_seconds():
-                        late = [
-                            member
-                            for index, member in enumerate(ranks.members)
-                            if words[table + index * width] >> _BITS != call
-                        ]
-                        raise RuntimeError(f"ranks {late} have told nothing after {waited:.1f} s")
-                    if waited > _SPIN_SECONDS:
-                        time.sleep(_SPIN_SECONDS / 20)
-                    row = words[first : first + width].tolist()
-                found.append([word & (1 << _BITS) - 1 for word in row])
-        self._calls, self._told = self._calls + 1, None
-        return found
+            while True:
+                found = words.tolist()
+                stale = [index for index, word in enumerate(found) if word >> _BITS != call]
+                if not stale:
+                    return found
+                waited = time.monotonic() - started
+                if waited > ranks.timeout.total_seconds():
+                    width = len(found) // self._size
+                    late = [ranks.members[rank] for rank in dict.fromkeys(index // width for index in stale)]
+                    raise RuntimeError(f"ranks {late} have told nothing after {waited:.1f} s")
+                if waited > _SPIN_SECONDS:
+                    time.sleep(_SPIN_SECONDS / 20)
 
     @staticmethod
     def connect(ranks: Communicator, what: str) -> HostNumbers | None:
@@ -184,9 +172,12 @@ class HostNumbers:
         Raises:
             CommunicationError: A rank did not call.
         """
-        if ranks.group not in _TABLES:
-            _TABLES[ranks.group] = _connect(ranks, what)
-        return _TABLES[ranks.group]
+        if not ranks.shared:
+            if ranks.group not in _TABLES:
+                _TABLES[ranks.group] = _connect(ranks, what)
+            ranks.shared.append(_TABLES[ranks.group])
+        found: HostNumbers | None = ranks.shared[0]
+        return found
 
 
 #: Tables do not reference their group, so weak keys work.
@@ -194,7 +185,7 @@ _TABLES: weakref.WeakKeyDictionary[dist.ProcessGroup, HostNumbers | None] = weak
 
 
 def _connect(ranks: Communicator, what: str) -> HostNumbers | None:
-    rank, size = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
+    rank, size = dist.get_rank(ranks.group), ranks.size
     path = ""
     if rank == 0:
         # Use an in-memory file if the system has such a folder.
@@ -216,3 +207,12 @@ def _connect(ranks: Communicator, what: str) -> HostNumbers | None:
         if path:
             os.unlink(path)
     return HostNumbers(memory, rank, size) if everywhere else None
+
+
+def _values(words: Sequence[int]) -> list[int]:
+    """Return the numbers that words hold."""
+    return [word & (1 << _BITS) - 1 for word in words]
+
+
+def _rows(flat: list[int], width: int) -> list[list[int]]:
+    return [flat[start : start + width] for start in range(0, len(flat), width)]

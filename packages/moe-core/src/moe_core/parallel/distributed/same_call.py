@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,58 +17,50 @@ if TYPE_CHECKING:
     from moe_core.parallel.distributed.communication import Communicator
 
 
-@dataclass(frozen=True)
-class CallFacts:
-    """What a rank states about a call.
-
-    Attributes:
-        layer: Number of the layer.
-        tokens: Number of tokens that this rank brings.
-        tokens_per_rank: Number of tokens of each rank as passed by the caller; None if it does not know.
-    """
-
-    layer: int
-    tokens: int
-    tokens_per_rank: Sequence[int] | None = None
-
-
 def compare_calls(
-    ranks: Communicator, facts: CallFacts, what: str, numbers: Sequence[int] = ()
+    ranks: Communicator,
+    layer: int,
+    tokens: int,
+    given: Sequence[int] | None,
+    what: str,
+    numbers: Sequence[int] = (),
 ) -> tuple[list[int], list[list[int]]]:
-    """Compare the facts of a call among ranks, and exchange numbers in the same message.
+    """Compare which layer ranks call, and exchange token counts and further numbers in the same message.
 
     Args:
         ranks: All of them call this together.
-        facts: Facts of this rank.
+        layer: Number of the layer.
+        tokens: Number of tokens that this rank brings.
+        given: The caller's ``tokens_per_rank``, if any.
         what: A clause for errors.
         numbers: Numbers to exchange: equally many on each rank, at most one per rank.
 
     Returns:
-        The number of tokens that each rank brings, and the numbers of each rank.
+        The number of tokens that each rank brings, and the numbers of each rank, padded with zeros.
 
     Raises:
         CommunicationError: Ranks are in calls of different layers (raised on every rank), or a rank did not call.
         TensorError: ``tokens_per_rank`` of a rank is wrong; raised on every rank.
     """
-    given = facts.tokens_per_rank
     digest = 0 if given is None else _digest(given)
-    rows = tell(ranks, [facts.layer, facts.tokens, digest, *numbers], what)
-    layers, tokens = [row[0] for row in rows], [row[1] for row in rows]
-    if len(set(layers)) > 1:
+    rows = tell(ranks, [layer, tokens, digest, *numbers], what)
+    layers, counts, digests = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    if layers.count(layer) != len(layers):
         raise CommunicationError(
             f"{what}, and they are in calls of different layers (by the order in which these were made: "
             f"{_each(ranks, layers)}): all ranks must make the same calls in the same order; after an error on one "
             "rank all make their groups and layers anew"
         )
-    right = {0, _digest(tokens)}
-    wrong = [rank for rank, row in zip(ranks.members, rows, strict=True) if row[2] not in right]
-    if wrong:
-        here = f"is {list(given)} on this rank, and" if given is not None and digest not in right else "is"
-        raise TensorError(
-            f"tokens_per_rank {here} wrong on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}, "
-            f"expected {tokens}: the number of tokens that each rank brings to this call"
-        )
-    return tokens, [row[3:] for row in rows]
+    if any(digests):
+        right = {0, _digest(counts)}
+        wrong = [rank for rank, found in zip(ranks.members, digests, strict=True) if found not in right]
+        if wrong:
+            here = f"is {list(given)} on this rank, and" if given is not None and digest not in right else "is"
+            raise TensorError(
+                f"tokens_per_rank {here} wrong on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}, "
+                f"expected {counts}: the number of tokens that each rank brings to this call"
+            )
+    return counts, [row[3:] for row in rows]
 
 
 def compare_same_tokens(ranks: Communicator, layer: int, tokens: Tensor) -> None:
@@ -86,9 +77,9 @@ def compare_same_tokens(ranks: Communicator, layer: int, tokens: Tensor) -> None
         TensorError: Ranks have different numbers of tokens; raised on every rank.
         CommunicationError: As in :func:`compare_calls`.
     """
-    if hosts_are_silent(tokens.device) or not (checks_values() or ranks.device.type == "cpu"):
+    if hosts_are_silent(tokens.device) or not (checks_values() or not ranks.on_gpus):
         return
-    found, _ = compare_calls(ranks, CallFacts(layer, len(tokens)), "ranks tell how many tokens they have")
+    found, _ = compare_calls(ranks, layer, len(tokens), None, "ranks tell how many tokens they have")
     if len(set(found)) > 1:
         raise TensorError(
             f"hidden_states has different numbers of tokens ({_each(ranks, found)}), expected the same tokens on ranks "

@@ -12,7 +12,7 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,7 @@ class ExchangeBuffers(SharedByCopies):
     @property
     def missing(self) -> list[int]:
         """Ranks for which a wait on the device timed out, as far as the host knows."""
-        return sorted({rank for buffer in self.buffers for rank in buffer.missing})
+        return _missing(self.buffers)
 
     @staticmethod
     def connect(shape: ExchangeShape, ranks: Communicator, device: torch.device) -> ExchangeBuffers:
@@ -301,8 +301,7 @@ class ExchangeRoom(SharedByCopies):
     @property
     def missing(self) -> list[int]:
         """Ranks for which a wait on the device timed out, as far as the host knows."""
-        found = [rank for buffer in self._each() for rank in buffer.missing]
-        return sorted(set(found))
+        return _missing(self._each())
 
     @property
     def nbytes(self) -> int:
@@ -376,6 +375,11 @@ def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device)
         warnings.warn(f"GPUs share no memory, torch's all-to-all sends tokens: {failures[0]}", FallbackWarning, 2)
         return None
     return room
+
+
+def _missing(buffers: Iterable[ExchangeBuffer]) -> list[int]:
+    late = [buffer for buffer in buffers if any(buffer.alarm.tolist())]
+    return sorted({rank for buffer in late for rank in buffer.missing})
 
 
 def _in_steps(nbytes: int) -> int:

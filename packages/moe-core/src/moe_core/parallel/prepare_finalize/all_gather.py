@@ -6,23 +6,37 @@ and CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bound
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
+from moe_core.interface.prepare_finalize import Prepared, ReservedCall, TokenRouting, TopKWeightAndReduce
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
-from moe_core.kernels.ops.token_layout import TokenLayout
-from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize, local_experts
+from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
+from moe_core.parallel.prepare_finalize.collective import Arrived, CollectivePrepareAndFinalize, local_experts
 from moe_core.parallel.prepare_finalize.fixed_order import sum_and_scatter
 from moe_core.parallel.prepare_finalize.token_rows import Tokens
-from moe_core.spec.config import TokenSharing
+from moe_core.spec.config import FusedMoEConfig, TokenSharing
 from moe_core.spec.quant_key import QuantKey
+from moe_core.spec.workspace import WorkspaceLayout
+
+if TYPE_CHECKING:
+    from moe_core.kernels.ops.dispatch import UnpackedTokens
+    from moe_core.parallel.distributed.groups import ParallelGroups
+    from moe_core.parallel.placement.placement import ExpertPlacement
+
+
+#: Largest number of forms of calls that a layer keeps.
+_MOST_FORMS = 256
+#: Clause for errors.
+_GATHER = "tokens are gathered (all-gather)"
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,37 @@ class _Rows:
     """Number of rows per rank in the gathered tensor; a rank fills as many as it has tokens."""
 
     most: int
+
+
+@dataclass(eq=False, slots=True)
+class _GatheredCall(ReservedCall):
+    """A call whose tokens have been gathered.
+
+    Attributes:
+        rows: Rows of all ranks, uint8 ``[R, bytes]``.
+        code: Encoding of the tokens.
+        parts: Memory of what is unpacked, uint8.
+        layout: Layout of ``parts``.
+    """
+
+    rows: Tensor
+    code: TokenCode
+    parts: Tensor
+    layout: WorkspaceLayout
+
+
+class _Form(NamedTuple):
+    """Sizes of a call.
+
+    Attributes:
+        code: Encoding of the tokens.
+        layout: Layout of what is unpacked.
+        kind: What determines the launches behind the gathering, in addition to tensors.
+    """
+
+    code: TokenCode
+    layout: WorkspaceLayout
+    kind: tuple[Hashable, ...]
 
 
 class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
@@ -48,24 +93,100 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         verified_on=("cpu", "2 × NVIDIA H200 (sm90)"),
     )
 
+    def __init__(
+        self,
+        config: FusedMoEConfig,
+        groups: ParallelGroups | None = None,
+        *,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
+        super().__init__(config, groups, placement=placement)
+        #: Sizes of calls by the largest number of tokens that a rank brings.
+        self._forms: dict[int, _Form] = {}
+
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
-    ) -> Pending[tuple[Tokens, object]]:
+    ) -> AsyncResult[tuple[Tokens, object]]:
         from moe_core.kernels.ops._backend import use_triton
 
         most = max(self.counts(tokens.hidden_states, tokens_per_rank))
         pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
         rows, unpack = pack(tokens, quantize_as, most)
         if rows.is_meta or not most:
-            return Pending.done((unpack(rows), _Rows(most)))
+            return AsyncResult.done((unpack(rows), _Rows(most)))
         gathered = rows.new_empty(self.ranks.parallel.dp_size * most, rows.shape[1])
-        gathering = self.exchange.begin("tokens are gathered (all-gather)", dist.all_gather_into_tensor, gathered, rows)
+        gathering = self.exchange.begin(_GATHER, dist.all_gather_into_tensor, gathered, rows)
 
         def finish() -> tuple[Tokens, object]:
             gathering.wait()
             return unpack(gathered), _Rows(most)
 
-        return Pending(finish)
+        return AsyncResult(finish)
+
+    def reserve(
+        self, output: Tensor, hidden_states: Tensor, routing: TokenRouting, quantize_as: QuantKey | None
+    ) -> ReservedCall | None:
+        most = 0
+        if self.only_launches(quantize_as):
+            most = max(self.counts(hidden_states, routing.tokens_per_rank))
+        if not most:
+            return None
+        code, layout, kind = self._form(most, hidden_states, quantize_as)
+        own = self._packed(Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids), code, most)
+        count = self.exchange.size * most
+        rows = own.new_empty((count, own.shape[1]))
+        self.exchange.all_gather(_GATHER, rows, own)
+        parts = rows.new_empty(layout.nbytes)
+        result = hidden_states.new_empty((count, code.columns))
+        end = bound(self._scatter, output, result, most)
+        return _GatheredCall((rows, parts, result), kind, result, end, rows, code, parts, layout)
+
+    def _form(self, most: int, hidden_states: Tensor, quantize_as: QuantKey | None) -> _Form:
+        """The sizes of a call; cached because each call needs them."""
+        from moe_core.kernels.ops.dispatch import UnpackedTokens
+
+        code, found = self.code(hidden_states, quantize_as), self._forms.get(most)
+        if found is None or found.code is not code:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            count, top_k = self.exchange.size * most, self.config.top_k
+            held = self.destinations.held(self.destinations.tables(hidden_states.device))
+            layout = WorkspaceLayout(UnpackedTokens.specs(count, code, top_k))
+            kind = code.code_dtype, code.columns, code.groups, top_k, *held
+            found = self._forms[most] = _Form(code, layout, kind)
+        return found
+
+    def _scatter(self, output: Tensor, result: Tensor, most: int) -> None:
+        fixed = self.config.batch_invariant
+        sum_and_scatter(self.exchange, output, result, most, fixed_order=fixed, overlap=False).wait()
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        routing: TokenRouting,
+        quantize_as: QuantKey | None = None,
+        static_scale: Tensor | None = None,
+    ) -> Prepared:
+        call = routing.reserved
+        if not isinstance(call, _GatheredCall):
+            return super().prepare(hidden_states, routing, quantize_as, static_scale)
+        from moe_core.kernels.ops.dispatch import UnpackedTokens
+
+        found = UnpackedTokens.inside(call.rows, call.code, call.layout.tensors(call.parts))
+        self._unpack(call.rows, call.code, found)
+        return Arrived(found.hidden, TokenRouting(found.weights, found.experts), found.scale)
+
+    def finalize(
+        self,
+        output: Tensor,
+        expert_output: Tensor,
+        prepared: Prepared,
+        routing: TokenRouting,
+        reduce: TopKWeightAndReduce,
+    ) -> None:
+        # The end of a reserved call scatters its results.
+        if routing.reserved is None:
+            super().finalize(output, expert_output, prepared, routing, reduce)
 
     def _pack(
         self, tokens: Tokens, quantize_as: QuantKey | None, most: int
@@ -75,37 +196,40 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         Returns:
             The rows, and a function that unpacks those that arrive.
         """
-        from moe_core.kernels.ops.dispatch import UnpackedTokens, pack_all, unpack
+        from moe_core.kernels.ops.dispatch import UnpackedTokens
 
-        hidden, ids, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
-        destinations, device, top_k = self.destinations, ids.device, ids.shape[1]
-        tables, adapters = destinations.tables(device), adapter_ids is not None
-        code = self.code(hidden, quantize_as)
-        rows = hidden.new_empty((most, TokenLayout.rows(code, top_k, adapters=adapters).nbytes), dtype=torch.uint8)
-
-        def leave() -> None:
-            pack_all(
-                hidden,
-                ids,
-                weights,
-                tables,
-                code,
-                rows=most,
-                offset=destinations.offset,
-                adapter_ids=adapter_ids,
-                out=rows,
-            )
-
-        destinations.step(device, leave, (hidden, ids, weights, adapter_ids, rows), "pack", code)
+        code = self.code(tokens.hidden_states, quantize_as)
+        device, top_k, adapters = tokens.experts.device, tokens.experts.shape[1], tokens.adapter_ids is not None
 
         def arrive(rows: Tensor) -> Tokens:
-            found, held = UnpackedTokens.empty(rows, code, top_k, adapters=adapters), destinations.held(tables)
+            found = UnpackedTokens.empty(rows, code, top_k, adapters=adapters)
             parts = found.hidden, found.scale, found.weights, found.experts, found.adapters
-            what = bound(unpack, rows, code, top_k, adapters=adapters, held=held, out=found)
-            destinations.step(device, what, (rows, *parts[1:]), "unpack", code)
+            self.destinations.step(device, bound(self._unpack, rows, code, found), (rows, *parts[1:]), "unpack", code)
             return Tokens(*parts)
 
-        return rows, arrive
+        return self._packed(tokens, code, most), arrive
+
+    def _packed(self, tokens: Tokens, code: TokenCode, most: int) -> Tensor:
+        """The rows of :meth:`_pack`."""
+        from moe_core.kernels.ops.dispatch import pack_all
+
+        hidden, ids, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
+        destinations, device = self.destinations, ids.device
+        layout = TokenLayout.rows(code, ids.shape[1], adapters=adapter_ids is not None)
+        rows = hidden.new_empty((most, layout.nbytes), dtype=torch.uint8)
+
+        def pack() -> None:
+            tables, offset = destinations.tables(device), destinations.offset
+            pack_all(hidden, ids, weights, tables, code, rows=most, offset=offset, adapter_ids=adapter_ids, out=rows)
+
+        destinations.step(device, pack, (hidden, ids, weights, adapter_ids, rows), "pack", code)
+        return rows
+
+    def _unpack(self, rows: Tensor, code: TokenCode, found: UnpackedTokens) -> None:
+        from moe_core.kernels.ops.dispatch import unpack
+
+        held = self.destinations.held(self.destinations.tables(rows.device))
+        unpack(rows, code, found.weights.shape[1], adapters=found.adapters is not None, held=held, out=found)
 
     def _pack_torch(
         self, tokens: Tokens, quantize_as: QuantKey | None, most: int
@@ -127,10 +251,10 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
 
         return rows, unpack
 
-    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> AsyncResult[None]:
         if not isinstance(handle, _Rows):
             raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
         if partial.is_meta or not handle.most:
-            return Pending.done(None)
+            return AsyncResult.done(None)
         fixed = self.config.batch_invariant
         return sum_and_scatter(self.exchange, output, partial, handle.most, fixed_order=fixed)

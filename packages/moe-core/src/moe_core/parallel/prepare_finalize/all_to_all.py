@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.errors import ConfigError
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
-from moe_core.kernels.ops.exchange import ExchangeBuffer, ExchangeShape
-from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize
+from moe_core.kernels.ops.exchange import ExchangeBuffer
 from moe_core.parallel.prepare_finalize.fixed_order import sum_parts
-from moe_core.parallel.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
+from moe_core.parallel.prepare_finalize.pushed import PushedPrepareAndFinalize, PushedTokens
 from moe_core.parallel.prepare_finalize.token_rows import Tokens, unpacked
 from moe_core.spec.config import FusedMoEConfig, TokenSharing
 from moe_core.spec.quant_key import QuantKey
@@ -54,7 +53,7 @@ class _Leaving:
     places: Tensor
 
 
-class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
+class AllToAllPrepareAndFinalize(PushedPrepareAndFinalize):
     """All-to-all of the tokens; weighted sums return.
 
     Each rank weights and sums what its experts compute for a token, so one row per token and rank returns. These rows
@@ -125,54 +124,44 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             finally:
                 self._supposed = False
 
-    def check(self) -> None:
-        """Raise if a wait for a rank timed out in a call that writes into other GPUs' memory.
+    @property
+    def missing(self) -> list[int]:
+        return [] if self._room is None else self._room.missing
 
-        See :meth:`LowLatencyPrepareAndFinalize.check`.
-
-        Raises:
-            CommunicationError: A wait has timed out.
-        """
-        check_came(self, [] if self._room is None else self._room.missing)
+    def take(
+        self, hidden_states: Tensor, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> PushedTokens | None:
+        if not hidden_states.is_meta:
+            self.connect(hidden_states.device)
+        room = self._room
+        if room is None:
+            return None
+        form = self.form(max(1, *self.counts(hidden_states, tokens_per_rank)), hidden_states, quantize_as)
+        if form.nbytes > self.most_shared:
+            return None
+        if hidden_states.is_meta:
+            return self.handle(form, ExchangeBuffer.meta(form.shape), hidden_states, lambda: None)
+        self.check()
+        number, buffer = room.take(self.exchange, form.shape, form.code)
+        return self.handle(form, buffer, hidden_states, bound(room.release, number))
 
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
-    ) -> Pending[tuple[Tokens, object]]:
-        device = tokens.experts.device
-        if device.type != "meta":
-            self.connect(device)
-        if gaps and self._room is not None:
-            pushing = self._push(self._room, tokens, tokens_per_rank, quantize_as)
-            if pushing is not None:
-                return pushing
-        return self._send(tokens, tokens_per_rank, quantize_as)
-
-    def _push(
-        self, room: ExchangeRoom, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
-    ) -> Pending[tuple[Tokens, object]] | None:
-        """Write tokens into the memory of other GPUs; None if this would take too much of it."""
-        hidden = tokens.hidden_states
-        most = max(1, *self.counts(tokens.hidden_states, tokens_per_rank))
-        shape = ExchangeShape(self.ranks.parallel.dp_size, most, hidden.shape[1], tokens.experts.shape[1], hidden.dtype)
-        code = self.code(hidden, quantize_as)
-        if shape.nbytes_of(code) > self.most_shared:
-            return None
-        if hidden.is_meta:
-            return push(self, tokens, code, ExchangeBuffer.meta(shape), lambda: None)
-        self.check()
-        number, buffer = room.take(self.exchange, shape, code)
-        return push(self, tokens, code, buffer, bound(room.release, number))
+    ) -> AsyncResult[tuple[Tokens, object]]:
+        # A scale that rows share would also cover rows without a token, which a buffer has.
+        call = self.take(tokens.hidden_states, tokens_per_rank, quantize_as) if gaps else None
+        return self._send(tokens, tokens_per_rank, quantize_as) if call is None else self.push(tokens, call)
 
     def _send(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
-    ) -> Pending[tuple[Tokens, object]]:
+    ) -> AsyncResult[tuple[Tokens, object]]:
         """Send tokens by torch's all-to-all."""
         from moe_core.kernels.ops._backend import use_triton
 
         device = tokens.experts.device
         if device.type == "meta":
             came = replace(tokens.quantized(quantize_as), experts=tokens.experts.int())
-            return Pending.done((came.unpack(came.pack()), None))
+            return AsyncResult.done((came.unpack(came.pack()), None))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 f"all2all_backend {self.name!r} can't be captured in a CUDA graph here, since the host must know how "
@@ -194,7 +183,7 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             moving.wait()
             return leaving.unpack(received), leaving
 
-        return Pending(finish)
+        return AsyncResult(finish)
 
     def _pack(self, tokens: Tokens, given: Sequence[int] | None, quantize_as: QuantKey | None) -> _Leaving:
         """Count, quantize and pack tokens by kernels."""
@@ -255,11 +244,11 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
         _, rows = self.tell(tokens, given, what, left)
         return left, [row[self.ranks.parallel.dp_rank] for row in rows]
 
-    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> AsyncResult[None]:
         if isinstance(handle, PushedTokens):
-            return push_back(self, handle, output, partial)
+            return self.push_back(handle, output, partial)
         if partial.is_meta:
-            return Pending.done(None)
+            return AsyncResult.done(None)
         if not isinstance(handle, _Leaving):
             raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
         places, back = handle.places, partial.new_empty(sum(handle.left), partial.shape[1])
@@ -270,4 +259,4 @@ class AllToAllPrepareAndFinalize(CollectivePrepareAndFinalize):
             moving.wait()
             sum_parts(back, places, output)
 
-        return Pending(finish)
+        return AsyncResult(finish)

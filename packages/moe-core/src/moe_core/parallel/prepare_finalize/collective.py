@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.errors import ConfigError, TensorError
 from moe_core.interface.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
@@ -20,8 +20,8 @@ from moe_core.interface.prepare_finalize import (
     rows_of_chosen,
 )
 from moe_core.kernels.ops.token_layout import TokenCode
-from moe_core.parallel.distributed.host_numbers import share_memory
-from moe_core.parallel.distributed.same_call import CallFacts, compare_calls, compare_same_tokens, hosts_are_silent
+from moe_core.parallel.distributed.host_numbers import HostNumbers
+from moe_core.parallel.distributed.same_call import compare_calls, compare_same_tokens, hosts_are_silent
 from moe_core.parallel.prepare_finalize.destinations import Destinations
 from moe_core.parallel.prepare_finalize.fixed_order import sum_ranks
 from moe_core.parallel.prepare_finalize.token_rows import Tokens
@@ -88,6 +88,8 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.ranks: ParallelGroups = groups
         self._checks = checks_values()
         self._code: TokenCode | None = None
+        self._sums = groups.parallel.token_sharing is TokenSharing.EP_RANK
+        self._only_launches: tuple[QuantKey | None, bool] | None = None
         self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
         self.placement = self.destinations.placement
 
@@ -131,6 +133,22 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             self._code = found = TokenCode(columns, hidden.dtype, quantize_as)
         return found
 
+    def only_launches(self, quantize_as: QuantKey | None) -> bool:
+        """Whether dispatch and combine make nothing but launches, apart from communication.
+
+        Args:
+            quantize_as: Quantization of the tokens; None for unquantized.
+
+        Returns:
+            False if the hosts check the call, tokens carry adapter numbers or are quantized on arrival.
+        """
+        found = self._only_launches
+        if found is None or found[0] is not quantize_as:
+            on_arrival = quantize_as is not None and not self.travels_quantized(quantize_as)
+            only = not (self._checks or self.config.is_lora_enabled or on_arrival)
+            found = self._only_launches = quantize_as, only
+        return found[1]
+
     def max_tokens(self, num_tokens: int) -> int:
         return num_tokens * self.ranks.parallel.dp_size
 
@@ -159,7 +177,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         routing: TokenRouting,
         quantize_as: QuantKey | None = None,
         static_scale: Tensor | None = None,
-    ) -> Pending[Prepared]:
+    ) -> AsyncResult[Prepared]:
         """Begin to dispatch tokens; see the base class.
 
         The ``expert_map`` is ignored, because the placement defines where experts are. If ``tokens_per_rank`` is not
@@ -190,7 +208,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             expert_tokens = rows_of_chosen(rows, self.chosen_from(rows, handle), self.config)
             return Arrived(hidden, came, found, expert_tokens, handle=handle)
 
-        return Pending(arrived)
+        return AsyncResult(arrived)
 
     def finalize_async(
         self,
@@ -199,7 +217,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         prepared: Prepared,
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    ) -> AsyncResult[None]:
         if not isinstance(prepared, Arrived):
             raise TypeError(f"finalize got {type(prepared).__name__}, expected what this object's prepare returned")
         partial = expert_output
@@ -209,7 +227,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return self.combine(output, partial, prepared.handle)
 
     def sum_ranks(self, output: Tensor, partial: Tensor) -> None:
-        if self.ranks.parallel.token_sharing is TokenSharing.EP_RANK and not output.is_meta:
+        if self._sums and not output.is_meta:
             ranks = self.ranks.among(self.ranks.tp)
             compare_same_tokens(ranks, self.layer_number, output)
             sum_ranks(ranks, output, fixed_order=self.config.batch_invariant).wait()
@@ -246,14 +264,14 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             TensorError: ``given`` is wrong.
             CommunicationError: A rank did not call.
         """
-        own, ranks = len(hidden_states), self.exchange
+        own, ranks, what = len(hidden_states), self.exchange, "ranks tell how many tokens they bring (host)"
         if hosts_are_silent(hidden_states.device):
             self.check_own(own, given)
             return [own] * self.ranks.parallel.dp_size if given is None else given
-        if given is not None and not (self._checks or ranks.device.type == "cpu" or share_memory(ranks)):
+        if given is not None and not self._checks and ranks.on_gpus and HostNumbers.connect(ranks, what) is None:
             self.check_own(own, given)
             return given
-        return self.tell(own, given, "ranks tell how many tokens they bring (host)")[0]
+        return self.tell(own, given, what)[0]
 
     def tell(
         self, own: int, given: Sequence[int] | None, what: str, numbers: Sequence[int] = ()
@@ -269,7 +287,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         Returns:
             Token counts, and the numbers of each rank.
         """
-        return compare_calls(self.exchange, CallFacts(self.layer_number, own, given), what, numbers)
+        return compare_calls(self.exchange, self.layer_number, own, given, what, numbers)
 
     def check_own(self, own: int, given: Sequence[int] | None) -> None:
         """Check the caller's count for this rank.
@@ -290,7 +308,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     @abstractmethod
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
-    ) -> Pending[tuple[Tokens, object]]:
+    ) -> AsyncResult[tuple[Tokens, object]]:
         """Begin to send this rank's tokens to the ranks of their experts.
 
         Args:
@@ -305,7 +323,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """
 
     @abstractmethod
-    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> AsyncResult[None]:
         """Begin to send results back to the ranks of the tokens, and to sum them there.
 
         Args:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.errors import ConfigError, TensorError
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
 from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize
@@ -101,14 +101,14 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
 
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
-    ) -> Pending[tuple[Tokens, object]]:
+    ) -> AsyncResult[tuple[Tokens, object]]:
         self.check_own(len(tokens.experts), tokens_per_rank)
         tokens = tokens.quantized(quantize_as)
         device = tokens.experts.device
         count = len(tokens.experts)
         if device.type == "meta":
             came = replace(tokens, experts=tokens.experts.int())
-            return Pending.done((came.unpack(came.pack()), _Handle(None, count)))
+            return AsyncResult.done((came.unpack(came.pack()), _Handle(None, count)))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 f"all2all_backend {self.name!r} can't be captured in a CUDA graph, since the host must know how many "
@@ -134,13 +134,13 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
                 event.current_stream_wait()
             return Tokens(hidden, scale, weights, ids), _Handle(handle, count)
 
-        return Pending(finish)
+        return AsyncResult(finish)
 
-    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> AsyncResult[None]:
         if not isinstance(handle, _Handle):
             raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
         if partial.is_meta:
-            return Pending.done(None)
+            return AsyncResult.done(None)
         what = "results are sent back and added up (DeepEP)"
         buffer = self._buffer(output.shape[1], self.config.top_k)
         with self.exchange.communicating(what):
@@ -153,7 +153,7 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
                 event.current_stream_wait()
             output.copy_(summed[: handle.count])
 
-        return Pending(finish)
+        return AsyncResult(finish)
 
     def _buffer(self, hidden: int, top_k: int) -> Any:
         """The buffer of layers with these sizes; all ranks create it together in the first call."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 
 if TYPE_CHECKING:
     from moe_core.parallel.distributed.communication import Communicator
@@ -34,7 +34,7 @@ def sum_parts(parts: Tensor, places: Tensor, output: Tensor) -> None:
     reduce(parts, places, max(len(parts), 1), output, rows=places.flatten())
 
 
-def sum_ranks(among: Communicator, tensor: Tensor, *, fixed_order: bool) -> Pending[None]:
+def sum_ranks(among: Communicator, tensor: Tensor, *, fixed_order: bool) -> AsyncResult[None]:
     """Begin to sum a tensor over ranks, in place.
 
     Args:
@@ -45,9 +45,9 @@ def sum_ranks(among: Communicator, tensor: Tensor, *, fixed_order: bool) -> Pend
     Returns:
         The pending result.
     """
-    size = dist.get_world_size(among.group)
+    size = among.size
     if not tensor.numel() or size == 1:
-        return Pending.done(None)
+        return AsyncResult.done(None)
     if not fixed_order or size == 2:
         return among.begin("results are added up (all-reduce)", dist.all_reduce, tensor)
     parts = tensor.new_empty(size * len(tensor), tensor.shape[1])
@@ -58,12 +58,12 @@ def sum_ranks(among: Communicator, tensor: Tensor, *, fixed_order: bool) -> Pend
         gathering.wait()
         sum_parts(parts, _places(tensor, len(tensor), size), tensor)
 
-    return Pending(finish)
+    return AsyncResult(finish)
 
 
 def sum_and_scatter(
-    among: Communicator, output: Tensor, partial: Tensor, each: int, *, fixed_order: bool
-) -> Pending[None]:
+    among: Communicator, output: Tensor, partial: Tensor, each: int, *, fixed_order: bool, overlap: bool = True
+) -> AsyncResult[None]:
     """Begin to sum partial results over ranks; each rank gets a slice of the sum.
 
     Args:
@@ -72,11 +72,12 @@ def sum_and_scatter(
         partial: Partial results ``[R * each, K]``.
         each: Number of rows per rank.
         fixed_order: Whether to use the fixed order.
+        overlap: Whether work that follows may overlap with the sum, which takes the host longer.
 
     Returns:
         The pending result.
     """
-    size = dist.get_world_size(among.group)
+    size = among.size
     if fixed_order and size > 2:
         parts = torch.empty_like(partial)
         what = "results are sent to be added up (all-to-all)"
@@ -86,17 +87,21 @@ def sum_and_scatter(
             sending.wait()
             sum_parts(parts, _places(output, each, size), output)
 
-        return Pending(add)
+        return AsyncResult(add)
     whole = output.shape[0] == each
     own = output if whole else partial.new_empty(each, partial.shape[1])
-    summed = among.begin("results are added up (reduce-scatter)", dist.reduce_scatter_tensor, own, partial)
+    what, summed = "results are added up (reduce-scatter)", AsyncResult.done(None)
+    if overlap:
+        summed = among.begin(what, dist.reduce_scatter_tensor, own, partial)
+    else:
+        among.reduce_scatter(what, own, partial)
 
     def finish() -> None:
         summed.wait()
         if not whole:
             output.copy_(own[: output.shape[0]])
 
-    return Pending(finish)
+    return AsyncResult(finish)
 
 
 def _places(output: Tensor, each: int, size: int) -> Tensor:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_core._support.async_result import Pending
+from moe_core._support.async_result import AsyncResult
 from moe_core.errors import ConfigError
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
 from moe_core.kernels.ops.exchange import MAX_RANKS, ExchangeBuffer, ExchangeShape
-from moe_core.kernels.ops.token_layout import TokenCode
-from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize
-from moe_core.parallel.prepare_finalize.pushed import PushedTokens, check_came, push, push_back
+from moe_core.parallel.prepare_finalize.pushed import PushedPrepareAndFinalize, PushedTokens
 from moe_core.parallel.prepare_finalize.token_rows import Tokens
 from moe_core.spec.config import FusedMoEConfig, TokenSharing
 from moe_core.spec.device import cuda
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from moe_core.parallel.placement.placement import ExpertPlacement
 
 
-class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
+class LowLatencyPrepareAndFinalize(PushedPrepareAndFinalize):
     """Push tokens, push results, wait on the device.
 
     Two calls may be in flight at the same time. If a rank does not participate within the timeout of the groups, the
@@ -77,9 +75,8 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
         self.shape = ExchangeShape(
             self.ranks.parallel.dp_size, config.max_num_tokens, config.hidden_size, config.top_k, config.dtype
         )
+        self._nbytes = self.shape.nbytes
         self._buffers = buffers
-        #: An encoding known to fit into the buffers.
-        self._fits: TokenCode | None = None
 
     @classmethod
     def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:
@@ -101,46 +98,37 @@ class LowLatencyPrepareAndFinalize(CollectivePrepareAndFinalize):
             self._buffers = ExchangeBuffers.connect(self.shape, self.exchange, device)
             self.destinations.tables(device)
 
-    def check(self) -> None:
-        """Raise if a wait for a rank timed out, in a call or in a replay of a CUDA graph.
-
-        It does not synchronize with the device.
-
-        Raises:
-            CommunicationError: A wait has timed out.
-        """
-        check_came(self, [] if self._buffers is None else self._buffers.missing)
+    @property
+    def missing(self) -> list[int]:
+        return [] if self._buffers is None else self._buffers.missing
 
     def max_tokens(self, num_tokens: int) -> int:
         return self.shape.rows
 
+    def take(
+        self, hidden_states: Tensor, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None
+    ) -> PushedTokens:
+        tokens = hidden_states.shape[0]
+        self.check_own(tokens, tokens_per_rank)
+        form = self.form(self.shape.capacity, hidden_states, quantize_as)
+        if tokens > self.shape.capacity or form.nbytes > self._nbytes:
+            self.shape.check(tokens, form.code)
+        if hidden_states.is_meta:
+            return self.handle(form, ExchangeBuffer.meta(self.shape), hidden_states, lambda: None)
+        self.connect(hidden_states.device)
+        self.check()
+        buffers = self._buffers
+        if buffers is None:
+            raise ConfigError("no memory is shared with the other ranks")
+        number = buffers.take()
+        return self.handle(form, buffers.buffers[number], hidden_states, bound(buffers.release, number))
+
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
-    ) -> Pending[tuple[Tokens, object]]:
-        self.check_own(len(tokens.hidden_states), tokens_per_rank)
-        code = self.code(tokens.hidden_states, quantize_as)
-        if code is not self._fits or tokens.hidden_states.shape[0] > self.shape.capacity:
-            self.shape.check(tokens.hidden_states.shape[0], code)
-            self._fits = code
-        number, buffer = self._take(tokens.hidden_states.device)
-        return push(self, tokens, code, buffer, bound(self._release, number))
+    ) -> AsyncResult[tuple[Tokens, object]]:
+        return self.push(tokens, self.take(tokens.hidden_states, tokens_per_rank, quantize_as))
 
-    def combine(self, output: Tensor, partial: Tensor, handle: object) -> Pending[None]:
+    def combine(self, output: Tensor, partial: Tensor, handle: object) -> AsyncResult[None]:
         if not isinstance(handle, PushedTokens):
             raise TypeError(f"combine got {handle!r}, expected what dispatch returned")
-        return push_back(self, handle, output, partial)
-
-    def _release(self, number: int) -> None:
-        if self._buffers is not None:
-            self._buffers.release(number)
-
-    def _take(self, device: torch.device) -> tuple[int, ExchangeBuffer]:
-        """Reserve the buffer of a new call."""
-        if device.type == "meta":
-            return 0, ExchangeBuffer.meta(self.shape)
-        self.connect(device)
-        self.check()
-        if self._buffers is None:
-            raise ConfigError("no memory is shared with the other ranks")
-        number = self._buffers.take()
-        return number, self._buffers.buffers[number]
+        return self.push_back(handle, output, partial)
