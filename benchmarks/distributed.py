@@ -12,6 +12,7 @@ per rank, it reports the slowest rank's medians, in microseconds:
 
 - ``us``: a call of the layer, in a CUDA graph if it can be captured
 - ``eager_us``: the same without a graph; ranks then exchange their token counts
+- ``host_us``: host time of such a call, which does not wait for the GPU; up to 512 tokens
 - ``alone_us``: one rank's experts on the tokens it receives, without communication
 - ``bytes``: traffic of the rank that sends or receives most, dispatch and combine; ``wire_us``: the same at the
   measured
@@ -156,6 +157,23 @@ def timed(call: Callable[[], object], *, graph: bool, calls: int = 1) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / calls)
+    return slowest(statistics.median(times[3:]))
+
+
+def host_time(call: Callable[[], object]) -> float:
+    """Return the host's microseconds per call, the slowest rank's median over enqueued calls.
+
+    The calls of a sample are few enough for the GPU's queue. Ranks that exchange token counts wait for each other.
+    """
+    times = []
+    for _ in range(REPLAYS + 3):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(2 * CALLS):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / (2 * CALLS))
+    torch.cuda.synchronize()
     return slowest(statistics.median(times[3:]))
 
 
@@ -306,6 +324,7 @@ def measure(
                 error = slowest(float((found - expected).norm() / expected.norm()))
                 taken = kernel.prepare_finalize.name
                 eager_us = timed(call, graph=False, calls=calls)
+                host_us = host_time(call) if count <= 512 else None
                 us = eager_us
                 if kernel.prepare_finalize.capturable:
                     us = timed(partial(call, [count] * ranks), graph=True, calls=calls)
@@ -321,6 +340,7 @@ def measure(
                 backend=shared.selection.backend,
                 us=us,
                 eager_us=eager_us,
+                host_us=host_us,
                 alone_us=alone_us,
                 over_us=us - alone_us,
                 bytes=nbytes,

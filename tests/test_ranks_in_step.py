@@ -80,6 +80,6 @@ def test_ranks_with_the_same_tokens_are_compared_on_gpus_where_calls_are_checked
 
     monkeypatch.setattr(same_call, "checks_values", lambda: checking)
     monkeypatch.setattr(same_call, "tell", tell)
-    ranks: Any = SimpleNamespace(members=[0, 1], device=torch.device(device))
+    ranks: Any = SimpleNamespace(members=[0, 1], on_gpus=device == "cuda")
     same_call.compare_same_tokens(ranks, 7, torch.empty(5, 8))
     assert told == ([[7, 5, 0]] if checking or device == "cpu" else [])

@@ -63,12 +63,16 @@ def groups(rank: int) -> dict[str, Any]:
     pair = ParallelGroups.create(tp_size=2, ranks=[0, 1] if rank < 2 else [2, 3])
     total = torch.tensor([rank])
     dist.all_reduce(total, group=made.ep)
+    gathered, scattered = torch.empty(4), torch.empty(1)
+    made.among().all_gather("rows are gathered", gathered, torch.tensor([float(rank)]))
+    made.among().reduce_scatter("rows are added", scattered, 10 * gathered)
     found: dict[str, Any] = {
         "parallel": made.parallel,
         "members": [made.among(group).members for group in (made.world, made.tp, made.ep, made.tokens)],
         "mesh": (mesh.among().members, mesh.among(mesh.tp).members, mesh.among(mesh.ep).members, mesh.timeout),
         "pair": (pair.among().members, pair.parallel.tp_rank, pair.tp is pair.world),
         "total": total.item(),
+        "gathered": (gathered.tolist(), scattered.item()),
         "own": made.with_tokens(4).tokens is made.world,
         "shared": made.with_tokens(1).tokens is None,
         "copy": copy.deepcopy(made) is made,
@@ -115,8 +119,7 @@ def silent(rank: int, how: str) -> tuple[str, float] | None:
     started = time.monotonic()
 
     def call() -> None:
-        with made.among().communicating("sums are added"):
-            dist.all_reduce(torch.ones(4), group=made.world)
+        made.among().reduce_scatter("sums are added", torch.ones(2), torch.ones(4))
 
     return refusal(call), time.monotonic() - started
 

@@ -20,6 +20,7 @@ def test_groups_of_four_ranks() -> None:
         tp, ep = [2 * ep_rank, 2 * ep_rank + 1], [tp_rank, tp_rank + 2]
         assert found["members"] == [[0, 1, 2, 3], tp, ep, ep]
         assert found["total"] == sum(ep)
+        assert found["gathered"] == ([0, 1, 2, 3], 40 * rank)
         assert found["mesh"] == ([0, 1, 2, 3], tp, ep, timedelta(seconds=5))
         assert found["pair"] == (tp, tp_rank, True)
         assert (found["own"], found["shared"], found["copy"]) == (True, True, True)

@@ -16,7 +16,7 @@ from moe_core.parallel.prepare_finalize.all_to_all import AllToAllPrepareAndFina
 from moe_core.parallel.prepare_finalize.collective import CollectivePrepareAndFinalize
 from moe_core.parallel.prepare_finalize.deepep import DeepEPPrepareAndFinalize
 from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
-from moe_core.parallel.prepare_finalize.pushed import PushedCall
+from moe_core.parallel.prepare_finalize.pushed import PushedTokens
 from moe_core.runtime.call_launches import call_launches, launches_up_to
 from moe_core.spec.workspace import Workspace
 from moe_core.testing.compile_cases import meta_layer_weights
@@ -60,7 +60,7 @@ def test_where_all_tokens_come_nothing_is_told() -> None:
 
 
 def test_rows_that_no_token_is_in_stand_for_the_others() -> None:
-    pushed = PushedCall((), (), *[None] * 4)  # type: ignore[arg-type]
+    pushed = PushedTokens(*[None] * 5)  # type: ignore[arg-type]
     layer = movement(AllToAllPrepareAndFinalize)
     assert layer.chosen_from(40, pushed) == 40
     assert layer.chosen_from(40) > 40

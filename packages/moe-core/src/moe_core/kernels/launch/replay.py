@@ -20,8 +20,8 @@ A record is used only if it is certain to match what the call would have launche
 
 Nothing is recorded under CUDA-graph capture, but existing records may be used during capture.
 
-A layer on one rank is recorded as a whole. If tokens cross ranks, each step is recorded separately, because ranks
-communicate between the steps.
+A call is recorded as a whole. If tokens cross ranks, that is what follows the exchange of numbers and tokens
+(:meth:`moe_core.FusedMoEPrepareAndFinalizeModular.reserve`). In calls of separate steps each step is recorded.
 """
 
 from __future__ import annotations

@@ -226,9 +226,22 @@ class Communicating:
         """
         # torch raises errors of NCCL and Gloo as RuntimeError; DistBackendError is a subclass.
         if isinstance(error, RuntimeError) and not isinstance(error, MoEError):
-            raise CommunicationError(
-                f"rank {dist.get_rank()}: {self._what} among ranks {list(self._ranks())}, and this did not end: "
-                "another rank has died, hangs, or makes another call (see its output); the time-out is "
-                f"{self._timeout.total_seconds():g} s",
-                details=str(error),
-            ) from error
+            raise self.failure(str(error)) from error
+
+    def failure(self, details: str, late: Sequence[int] = ()) -> CommunicationError:
+        """Return the error of communication that did not end in time.
+
+        Args:
+            details: What was found.
+            late: Ranks that did not take part; empty if that is unknown.
+
+        Returns:
+            The error.
+        """
+        who = f"ranks {list(late)} have died, hang, or make" if late else "another rank has died, hangs, or makes"
+        return CommunicationError(
+            f"rank {dist.get_rank()}: {self._what} among ranks {list(self._ranks())}, and this did not end: {who} "
+            f"another call (see {'their' if late else 'its'} output); the time-out is "
+            f"{self._timeout.total_seconds():g} s",
+            details=details,
+        )

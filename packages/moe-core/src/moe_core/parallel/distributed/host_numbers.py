@@ -124,11 +124,10 @@ class HostNumbers:
         mark, table = call << _BITS, (call & 1) * self._size * width
         row = [mark | number for number in numbers]
         if self._told not in (None, row):
-            with ranks.communicating(what):
-                raise RuntimeError(
-                    f"a call that told {_values(self._told or [])} has not ended, others go by these numbers, and this "
-                    f"one tells {list(numbers)}: make the groups and layers anew on all ranks"
-                )
+            raise ranks.communicating(what).failure(
+                f"a call that told {_values(self._told or [])} has not ended, others go by these numbers, and this "
+                f"one tells {list(numbers)}: make the groups and layers anew on all ranks"
+            )
         self._told = row
         for index, word in enumerate(row, table + self._rank * width):
             self._words[index] = word
@@ -141,20 +140,19 @@ class HostNumbers:
 
     def _waited(self, ranks: Communicator, words: memoryview[int], call: int, what: str) -> list[int]:
         """Wait until every word of a table belongs to ``call``; return the words."""
-        started = time.monotonic()
-        with ranks.communicating(what):
-            while True:
-                found = words.tolist()
-                stale = [index for index, word in enumerate(found) if word >> _BITS != call]
-                if not stale:
-                    return found
-                waited = time.monotonic() - started
-                if waited > ranks.timeout.total_seconds():
-                    width = len(found) // self._size
-                    late = [ranks.members[rank] for rank in dict.fromkeys(index // width for index in stale)]
-                    raise RuntimeError(f"ranks {late} have told nothing after {waited:.1f} s")
-                if waited > _SPIN_SECONDS:
-                    time.sleep(_SPIN_SECONDS / 20)
+        started, limit = time.monotonic(), ranks.timeout.total_seconds()
+        while True:
+            found = words.tolist()
+            stale = [index for index, word in enumerate(found) if word >> _BITS != call]
+            if not stale:
+                return found
+            waited = time.monotonic() - started
+            if waited > limit:
+                width = len(found) // self._size
+                late = [ranks.members[rank] for rank in dict.fromkeys(index // width for index in stale)]
+                raise ranks.communicating(what).failure(f"ranks {late} have told nothing after {waited:.1f} s", late)
+            if waited > _SPIN_SECONDS:
+                time.sleep(_SPIN_SECONDS / 20)
 
     @staticmethod
     def connect(ranks: Communicator, what: str) -> HostNumbers | None:
