@@ -129,12 +129,11 @@ NAMES = {
         "quantize_tensor relative_e8m0"
     ),
     "moe_core.api.formats": (
-        "AutoRoundSettings BadValuesError CheckpointFormat ExpertLayout ExpertMatrices ExpertStorage GptqSettings "
-        "INPUT_SCALES LayerExperts QuantArgs QuantEntries QuantGroup QuantizedFormat QuantizedLayout QuarkArgs "
-        "QuarkLayer Values ZERO_POINTS auto_round_settings check_expert_tensor check_stated_shape gate_rows_first "
-        "gptq_settings is_interleaved is_transposed load_checked load_stacked missing module_name one_suffix "
-        "quant_algo quant_group quantizers quark_layer refuse_lost_weights refuse_mixed refuse_zero_points short "
-        "stored_matrix unknown_algo"
+        "AutoRoundSettings BadValuesError CheckpointFormat ExpertLayout ExpertStack ExpertStorage FLOATS GptqSettings "
+        "INPUT_SCALES LayerExperts Matrix QuantArgs QuantEntries QuantGroup QuantizedFormat QuantizedLayout QuarkArgs "
+        "QuarkLayer Query Shape TensorRule Values as_float32 auto_round_settings gate_rows_first gptq_settings "
+        "is_auto_rounds is_interleaved is_transposed load_checked load_stacked module_name one_suffix per_matrix "
+        "quant_algo quant_group quantizers quark_layer scalar short stored_matrix unknown_algo write_folder"
     ),
     "moe_core.api.sm90": "HALF LAYOUT TILE free_slot wait_for_slot",
     "moe_core.api.kernels": (

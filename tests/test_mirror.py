@@ -116,8 +116,7 @@ COVERED = {
     "packages/moe-transformers/tests/test_quantize.py": "moe_transformers.saving",
     "packages/moe-vllm/tests/test_plugin.py": "moe_vllm.keys moe_vllm.layer",
     "packages/moe-wna16/tests/test_tool_outputs.py": (
-        "moe_wna16.formats.awq_packing moe_wna16.formats.columns moe_wna16.formats.packing "
-        "moe_wna16.formats.wna16_layout"
+        "moe_wna16.formats.awq_packing moe_wna16.formats.columns moe_wna16.formats.wna16_layout"
     ),
     "packages/moe-wna16/tests/experts/test_flashinfer_trtllm.py": "moe_wna16.libraries.signed",
 }

@@ -159,7 +159,7 @@ def test_ranks_whose_shares_part_blocks_are_equal_and_reloaded(tmp_path: Path) -
                 tensor.view(torch.uint8).zero_()
             rank.reload(path)
         assert torch.equal(torch.stack([output(rank) for rank in ranks]).sum(0), found)
-    part = read_layer(Checkpoint.open(trained), given=None, quantize="fp8_per_block").layout.stored.load_columns(
+    part = read_layer(Checkpoint.open(trained), settings=None, quantize="fp8_per_block").layout.stored.load_columns(
         whole.config, 64, 128, experts=(0, 1, 2)
     )
     before = output(ranks[1])

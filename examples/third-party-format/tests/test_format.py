@@ -45,5 +45,5 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     for number, broken in enumerate((tensors()[name][:-1], tensors()[name].neg(), tensors()[name].half())):
         refused(tmp_path / str(number), {**tensors(), name: broken}, EXAMPLE, name)
     other = {name.replace("row_scale", "zero_point"): torch.ones(1) for name in tensors() if name.endswith("row_scale")}
-    refused(tmp_path / "zero", {**tensors(), **other}, EXAMPLE, "zero_point is no tensor of this format")
+    refused(tmp_path / "zero", {**tensors(), **other}, EXAMPLE, "zero_point")
     refused(tmp_path / "bits", tensors(), {**EXAMPLE, "activation_bits": 4}, "activation_bits is 4, expected 8 or 16")

@@ -261,7 +261,12 @@ BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
     "no weight": (W8A8, f"{QWEN}.weight", lambda _: None, "is missing in"),
     "infinite": (W8A8, f"{QWEN}.weight_scale", lambda t: t / 0, "has 256 NaN or Inf values of 256"),
     "orientation": (W8A8, f"{QWEN}.weight_scale", lambda t: t.mT, "is BF16 [1, 256], expected BF16 [256, 1]"),
-    "code": (W4A8, f"{QWEN}.weight", with_code, "has 1 of 32768 values outside -8 to 7, first -9 at [2, 3]"),
+    "code": (
+        W4A8,
+        f"{QWEN}.weight",
+        with_code,
+        "has 1 out-of-range (expected -8 to 7) value of 32768",
+    ),
 }
 
 

@@ -214,7 +214,7 @@ def test_biases(tmp_path: Path) -> None:
     short = {name: t[:-1] if name.endswith("up_proj.bias") else t for name, t in tensors.items()}
     refused(tmp_path / "b", short, CHANNEL, f"{PREFIX}.0.up_proj.bias has shape [{N - 1}], expected [{N}]")
     some = {name: t for name, t in tensors.items() if not name.endswith("down_proj.bias")}
-    refused(tmp_path / "c", some, CHANNEL, "'bias' of 'down' is missing")
+    refused(tmp_path / "c", some, CHANNEL, "down_proj.bias is missing")
     tensors[f"{PREFIX}.2.gate_proj.bias"][5] = math.nan
     refused(tmp_path / "d", tensors, CHANNEL, f"{PREFIX}.2.gate_proj.bias has 1 NaN or Inf value of {N}, first at [5]")
 
@@ -380,7 +380,7 @@ def test_tensors_that_no_fp8_format_has(tmp_path: Path) -> None:
     tensors, quantization = stored(PER_TENSOR)
     for suffix in ("pre_quant_scale", "weight_scale_2", "weight_g_idx"):
         changed = {**tensors, **{f"{PREFIX}.{e}.up_proj.{suffix}": torch.ones(K) for e in range(E)}}
-        refused(tmp_path, changed, quantization, f"{PREFIX}.0.up_proj.{suffix} is F32: no FP8 format has such a tensor")
+        refused(tmp_path, changed, quantization, f"{PREFIX}.0.up_proj.{suffix} is F32")
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

@@ -251,7 +251,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Any, str, str]] = {
         config(int4_group(128), TOKEN),
         lambda t: t.expand(-1, 3).contiguous(),
         "gate_proj.weight",
-        "has 320 columns, expected a multiple of the group of 128 (static int4 by group 128 weights",
+        "has 320 columns, expected a multiple of 128 (static int4 by group 128 weights",
     ),
     "not a number": (
         config(CHANNEL, TOKEN),
@@ -284,7 +284,7 @@ def test_codes_of_more_than_four_bits(tmp_path: Path) -> None:
         tmp_path,
         tensors,
         config(int4_group(64), TOKEN),
-        f"{name} has 2 of 32768 values outside -8 to 7, first 8 at [3, 5]: expected 4-bit codes (static int4 by group",
+        f"{name} has 2 out-of-range (expected -8 to 7) values of 32768, first at [3, 5]",
         **SIZES,
     )
 
@@ -351,4 +351,4 @@ def test_matrices_that_are_stored_differently(tmp_path: Path) -> None:
     mixed |= {n: t for n, t in in_bytes.items() if "down_proj" in n}
     refused(tmp_path / "a", mixed, quantization, "has weight and weight_packed", "must be stored alike", **SIZES)
     without = {n: t for n, t in in_words.items() if not n.endswith("up_proj.weight_packed")}
-    refused(tmp_path / "b", without, quantization, "'weight_packed' of 'up' is missing", **SIZES)
+    refused(tmp_path / "b", without, quantization, "up_proj.weight_packed is missing", **SIZES)

@@ -51,9 +51,9 @@ def test_rows_that_do_not_fill_words(tmp_path: Path) -> None:
         n: t[:-1].contiguous() if "down" not in n and t.shape[0] == 96 else t for n, t in experts.tensors(awq).items()
     }
     sizes = {"hidden_size": 95, "moe_intermediate_size": 48}
-    message = "down_proj.qweight: 95 rows are no multiple of 8, the 4-bit fields of a word"
+    message = "down_proj.qweight has 95 rows, expected a multiple of 8"
     refused(tmp_path / "a", tensors, config(experts), message, **sizes)
-    message = "gate_proj.qweight: 44 rows are no multiple of 8, the 4-bit fields of a word"
+    message = "gate_proj.qweight has 44 rows, expected a multiple of 8"
     refused(tmp_path / "b", experts.tensors(awq), config(experts), message, hidden_size=96, moe_intermediate_size=44)
 
 

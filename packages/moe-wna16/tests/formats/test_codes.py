@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from moe_core import FusedMoEParallelConfig
+from moe_core.api.formats import Matrix
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.parallel.shard import shard_layer
 from moe_core.testing.checkpoints import CONFIG, write
 from moe_wna16.formats.codes import fields, rows_of_words
 from moe_wna16.formats.gptq_packing import GptqPacking, ZeroPoints
-from moe_wna16.formats.row_packing import PackQuantized
+from moe_wna16.formats.packing import Packing
+from moe_wna16.formats.row_packing import CompressedTensorsPacking
 from moe_wna16_words import Codes, packed_rows, words_and_zeros
+from torch import Tensor
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -27,9 +30,19 @@ def test_words_whose_rows_are_not_in_one_piece(bits: int, count: int) -> None:
     assert torch.equal(fields(words, bits)[0].long(), codes)
     raw = packed_rows(codes, bits).view(torch.uint8)
     assert torch.equal(rows_of_words(words, bits, codes.shape[1])[0], raw)
-    assert torch.equal(GptqPacking(bits, ZeroPoints.AS_IT_IS).codes(words.mT, codes.shape[1])[0], raw)
-    zeros = PackQuantized(bits).zeros(words.mT, codes.shape[1])
+    matrix = Matrix(("up",), *codes.shape)
+    assert torch.equal(arranged(GptqPacking(bits, ZeroPoints.AS_IT_IS), "weight", words.mT, matrix)[0], raw)
+    matrix = Matrix(("up",), *codes.mT.shape)
+    zeros = arranged(CompressedTensorsPacking(bits), "zero_point", words.mT, matrix)
     assert torch.equal(zeros[0].long(), codes.mT)
+
+
+def arranged(packing: Packing, role: str, stored: Tensor, matrix: Matrix) -> Tensor:
+    """What becomes of a stored tensor of words."""
+    rules = [rule for rule in packing.rules(32) if rule.role == role and torch.int32 in rule.dtypes]
+    assert len(rules) == 1
+    assert rules[0].arrange is not None
+    return rules[0].arrange(stored, matrix)
 
 
 def test_words_in_one_piece_are_not_copied() -> None:

@@ -399,5 +399,5 @@ def test_codes_of_more_than_four_bits(tmp_path: Path) -> None:
     tensors = experts.tensors(signed_bytes)
     name = f"{PREFIX}.1.up_proj.weight"
     tensors[name][3, 5], tensors[name][4, 5] = 8, -9
-    message = f"{name} has 2 of 4608 values outside -8 to 7, first 8 at [3, 5]: expected 4-bit codes (static int4 by"
+    message = f"{name} has 2 out-of-range (expected -8 to 7) values of 4608, first at [3, 5]"
     refused(tmp_path, tensors, config(weights_of(experts), FP8, "int-quantized"), message, **SIZES)

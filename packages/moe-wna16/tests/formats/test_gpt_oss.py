@@ -136,4 +136,4 @@ def test_a_lost_weight_is_told_by_its_row_in_the_file(tmp_path: Path) -> None:
     experts = Codes()
     tensors = experts.in_turns(gptq)
     tensors[f"{PREFIX}.gate_up.2.scales"][1, 7] = 0  # up's row 3
-    refused(tmp_path, tensors, config(experts), f"{PREFIX}.gate_up.2.scales is 0 where", "first row 7,", **GPT_OSS)
+    refused(tmp_path, tensors, config(experts), f"{PREFIX}.gate_up.2.scales is 0 where", "first at [7, 32]", **GPT_OSS)

@@ -437,7 +437,7 @@ def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:
         "16 bits": (
             {n: t for n, t in base.items() if "up_proj" not in n}
             | {f"{PREFIX}.{e}.up_proj.weight": torch.ones(N, K).bfloat16() for e in range(3)},
-            f"{UP}.weight has dtype bfloat16, expected qweight as {PREFIX}.0.down_proj.qweight: all matrices",
+            f"{UP}.weight has dtype bfloat16, expected int32 as {PREFIX}.0.down_proj.qweight: all matrices",
         ),
     }
     for name, (tensors, message) in cases.items():
@@ -447,9 +447,9 @@ def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bits", "sizes", "message"),
     [
-        (4, {"hidden_size": 100}, "gate_proj.qweight: 100 columns are no multiple of 8, the 4-bit fields of a word"),
-        (4, {"moe_intermediate_size": 44}, "gate_proj.qweight: 44 rows are no multiple of 8"),
-        (8, {"moe_intermediate_size": 46}, "gate_proj.qweight: 46 rows are no multiple of 4, the 8-bit fields"),
+        (4, {"hidden_size": 100}, "gate_proj.qweight has 100 columns, expected a multiple of 8"),
+        (4, {"moe_intermediate_size": 44}, "gate_proj.qweight has 44 rows, expected a multiple of 8"),
+        (8, {"moe_intermediate_size": 46}, "gate_proj.qweight has 46 rows, expected a multiple of 4"),
     ],
 )
 def test_sizes_that_do_not_fill_words(tmp_path: Path, bits: int, sizes: dict[str, int], message: str) -> None:

@@ -20,17 +20,15 @@ version of :data:`moe_core.FORMAT_API`. This module does not import Triton.
             return MyLayout(layer, kFp8StaticChannelSym, kFp8DynamicTokenSym)
 
 :class:`QuantizedFormat` is the base of formats whose tensors are read alike for several tools. Its ``storage`` returns
-an :class:`ExpertStorage`: the settings from the config. Their ``layout`` is a :class:`QuantizedLayout`, which describes
-how such tensors are laid out.
+an :class:`ExpertStorage`: the settings from the config. Its ``layout`` is a :class:`QuantizedLayout`: a table of the
+tensors, one :class:`TensorRule` each, by which they are found, checked, sliced and loaded.
 
 **Quantization configs of tools**: :func:`quant_group` (compressed-tensors), :func:`quant_algo` (ModelOpt),
 :func:`quark_layer` (Quark), :func:`gptq_settings` (GPTQ, AWQ) and :func:`auto_round_settings` (AutoRound) parse the
 settings of a layer. For other tools, :class:`QuantEntries` reads typed entries.
 
-**Tensors** are found by the last part of their names (:func:`one_suffix`, :data:`INPUT_SCALES` …) and checked by
-:func:`check_expert_tensor`. :func:`load_stacked` loads them a few experts at a time. :func:`load_checked` does the same
-and rejects values that a checkpoint must not contain. Alternatively, :meth:`QuantizedLayout.stack` may request them by
-``yield`` :class:`Stack` and ``yield from`` :func:`checked`; w13 and w2 are then read together.
+**Other tensors** can be loaded a few experts at a time by :func:`load_stacked`. :func:`load_checked` does the same and
+rejects values that a checkpoint must not contain.
 
 **A small checkpoint** (:attr:`moe_core.Scheme.quickstart`) is a :class:`SmallModel`, e.g. :func:`qwen3_moe`.
 """
@@ -39,10 +37,8 @@ from __future__ import annotations
 
 from moe_core.checkpoint.config.quant_args import QuantEntries, short
 from moe_core.checkpoint.config.statements import quantizers
-from moe_core.checkpoint.experts.checks import check_expert_tensor
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.experts.matrices import (
-    ExpertMatrices,
     gate_rows_first,
     is_interleaved,
     is_transposed,
@@ -50,19 +46,10 @@ from moe_core.checkpoint.experts.matrices import (
     stored_matrix,
 )
 from moe_core.checkpoint.experts.quantized import ExpertStorage, QuantizedFormat, QuantizedLayout
-from moe_core.checkpoint.experts.sliced import Axes, StoredAxis
-from moe_core.checkpoint.experts.stacks import Asking, BadValuesError, Stack, load_stacked
-from moe_core.checkpoint.experts.suffixes import (
-    INPUT_SCALES,
-    ZERO_POINTS,
-    check_stated_shape,
-    missing,
-    missing_tensor,
-    one_suffix,
-    refuse_mixed,
-    refuse_zero_points,
-)
-from moe_core.checkpoint.experts.values import Values, checked, load_checked, refuse_lost_weights
+from moe_core.checkpoint.experts.rules import FLOATS, Matrix, Shape, TensorRule, as_float32, per_matrix, scalar
+from moe_core.checkpoint.experts.stacks import BadValuesError, ExpertStack, Query, load_stacked
+from moe_core.checkpoint.experts.suffixes import INPUT_SCALES, one_suffix
+from moe_core.checkpoint.experts.values import Values, load_checked
 from moe_core.checkpoint.small_model import SmallModel, qwen3_moe
 from moe_core.checkpoint.tools.auto_round import AutoRoundSettings, auto_round_settings, is_auto_rounds
 from moe_core.checkpoint.tools.compressed_tensors import QuantArgs, QuantGroup, quant_group
@@ -73,18 +60,17 @@ from moe_core.checkpoint.written import write_folder
 from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
 
 __all__ = [
+    "FLOATS",
     "INPUT_SCALES",
-    "ZERO_POINTS",
-    "Asking",
     "AutoRoundSettings",
-    "Axes",
     "BadValuesError",
     "CheckpointFormat",
     "ExpertLayout",
-    "ExpertMatrices",
+    "ExpertStack",
     "ExpertStorage",
     "GptqSettings",
     "LayerExperts",
+    "Matrix",
     "QuantArgs",
     "QuantEntries",
     "QuantGroup",
@@ -92,14 +78,13 @@ __all__ = [
     "QuantizedLayout",
     "QuarkArgs",
     "QuarkLayer",
+    "Query",
+    "Shape",
     "SmallModel",
-    "Stack",
-    "StoredAxis",
+    "TensorRule",
     "Values",
+    "as_float32",
     "auto_round_settings",
-    "check_expert_tensor",
-    "check_stated_shape",
-    "checked",
     "gate_rows_first",
     "gptq_settings",
     "is_auto_rounds",
@@ -107,18 +92,15 @@ __all__ = [
     "is_transposed",
     "load_checked",
     "load_stacked",
-    "missing",
-    "missing_tensor",
     "module_name",
     "one_suffix",
+    "per_matrix",
     "quant_algo",
     "quant_group",
     "quantizers",
     "quark_layer",
     "qwen3_moe",
-    "refuse_lost_weights",
-    "refuse_mixed",
-    "refuse_zero_points",
+    "scalar",
     "short",
     "stored_matrix",
     "unknown_algo",

@@ -10,7 +10,7 @@ from moe_core import CheckpointError
 from moe_core.api.models import PER_CALL, ModelSettings
 from moe_core.checkpoint import LayerExperts, find_layer, load_stacked, read_layer
 from moe_core.checkpoint.experts import stacks
-from moe_core.checkpoint.experts.stacks import Asking, BadValuesError, Stack, load_together
+from moe_core.checkpoint.experts.stacks import BadValuesError, ExpertStack, Query, load_together
 from moe_core.checkpoint.experts.values import Values, checked
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core_checkpoints import E, expert_tensors, layer_tensors, write
@@ -34,10 +34,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def ask(*suffixes: str, projections: Sequence[str]) -> Asking[list[Tensor]]:
+def ask(*suffixes: str, projections: Sequence[str]) -> Query[list[Tensor]]:
     found = []
     for suffix in suffixes:
-        found.append((yield Stack(projections, suffix)))
+        found.append((yield ExpertStack(projections, suffix)))
     return found
 
 
@@ -93,11 +93,11 @@ def test_those_that_ask_longer_go_on_alone(
     monkeypatch.setattr(stacks, "GROUP_BYTES", nbytes)
     order: list[str] = []
 
-    def asking(label: str, count: int, projections: Sequence[str]) -> Asking[list[Tensor]]:
+    def asking(label: str, count: int, projections: Sequence[str]) -> Query[list[Tensor]]:
         found = []
         for suffix in ("weight", "weight_scale")[:count]:
             order.append(f"{label} {suffix}")
-            found.append((yield Stack(projections, suffix, arrange=arrange)))
+            found.append((yield ExpertStack(projections, suffix, arrange=arrange)))
         return found
 
     some = [8, 0, 3]
@@ -127,11 +127,11 @@ def test_a_refusal_is_raised_where_it_was_asked_for(tmp_path: Path, projection: 
             raise BadValuesError("", 1, 1)
         return stored
 
-    def asking(label: str, projections: Sequence[str]) -> Asking[Tensor]:
+    def asking(label: str, projections: Sequence[str]) -> Query[Tensor]:
         try:
             if by == "check":
                 return (yield from checked(layer, projections, "weight", Values.FINITE))
-            return (yield Stack(projections, "weight", arrange=refuse))
+            return (yield ExpertStack(projections, "weight", arrange=refuse))
         except CheckpointError as error:
             caught.append(label)
             raise CheckpointError(f"{label}: {error}") from None

@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from moe_core.api.formats import FLOATS, Matrix, TensorRule
 from torch import Tensor
 
 from moe_wna16.formats.codes import fields
-from moe_wna16.formats.packing import Packing, Shape
+from moe_wna16.formats.packing import Packing, group_count, transposed
 
 #: rows whose codes are in the lower and in the upper fields of a word's bytes
 _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
@@ -30,38 +30,40 @@ _FIELD = [0, 4, 1, 5, 2, 6, 3, 7]
 class AwqPacking(Packing):
     """Packing of AWQ, 4 bits; the module docstring describes the tensors."""
 
-    weight = "qweight"
-    scale = "scales"
-    zero = "qzeros"
+    def rules(self, group: int) -> tuple[TensorRule, ...]:
+        words = (torch.int32,)
+        return (
+            TensorRule(
+                "qweight",
+                lambda m: [(m.cols, m.rows // 8)],
+                words,
+                "weight",
+                values=None,
+                arrange=_codes,
+                multiple=(8, 1),
+            ),
+            TensorRule("scales", lambda m: [(group_count(m.cols, group), m.rows)], FLOATS, "scale", arrange=transposed),
+            TensorRule(
+                "qzeros",
+                lambda m: [(group_count(m.cols, group), m.rows // 8)],
+                words,
+                "zero_point",
+                values=None,
+                arrange=lambda stored, m: fields(stored, 4).reshape(*stored.shape, 8)[..., _FIELD].flatten(-2).mT,
+            ),
+        )
 
-    def unfit(self, rows: int, cols: int) -> str | None:
-        return f"{rows} rows are no multiple of 8, the 4-bit fields of a word" if rows % 8 else None
 
-    def weight_shape(self, rows: int, cols: int) -> Shape:
-        return (cols, rows // 8)
-
-    def codes(self, stored: Tensor, cols: int) -> Tensor:
-        count, words = stored.shape[0], stored.shape[2]
-        # The number of columns is even, since they are rows of the other matrix.
-        even, odd = stored[:, 0::2], stored[:, 1::2]
-        # combine two columns of the same row in a byte before bytes are permuted
-        low = (even & _LOWER) | ((odd & _LOWER) << 4)
-        high = ((even >> 4) & _LOWER) | (odd & ~_LOWER)
-        out = torch.empty(count, words, 8, even.shape[1], dtype=torch.uint8, device=stored.device)
-        for rows, half in ((_LOW, low), (_HIGH, high)):
-            bytes_of = half.view(torch.uint8).mT.contiguous().view(count, words, 4, -1)
-            for byte, row in enumerate(rows):
-                out[:, :, row] = bytes_of[:, :, byte]
-        return out.flatten(1, 2)
-
-    def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
-        return [(groups, rows)]
-
-    def scales(self, stored: Tensor, rows: int) -> Tensor:
-        return stored.mT
-
-    def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
-        return [(groups, rows // 8)]
-
-    def zeros(self, stored: Tensor, rows: int) -> Tensor:
-        return fields(stored, 4).reshape(*stored.shape, 8)[..., _FIELD].flatten(-2).mT
+def _codes(stored: Tensor, matrix: Matrix) -> Tensor:
+    count, words = stored.shape[0], stored.shape[2]
+    # The number of columns is even, since they are rows of the other matrix.
+    even, odd = stored[:, 0::2], stored[:, 1::2]
+    # combine two columns of the same row in a byte before bytes are permuted
+    low = (even & _LOWER) | ((odd & _LOWER) << 4)
+    high = ((even >> 4) & _LOWER) | (odd & ~_LOWER)
+    out = torch.empty(count, words, 8, even.shape[1], dtype=torch.uint8, device=stored.device)
+    for rows, half in ((_LOW, low), (_HIGH, high)):
+        bytes_of = half.view(torch.uint8).mT.contiguous().view(count, words, 4, -1)
+        for byte, row in enumerate(rows):
+            out[:, :, row] = bytes_of[:, :, byte]
+    return out.flatten(1, 2)

@@ -10,10 +10,7 @@ from moe_core import CheckpointError
 from moe_core.api.formats import LayerExperts
 from torch import Tensor
 
-from moe_wna16.formats.packing import Packing
-
-#: dtypes of ``g_idx``
-DTYPES = (torch.int32, torch.int64)
+from moe_wna16.formats.packing import INDICES, Packing
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +59,17 @@ class ColumnGroups:
 
     @staticmethod
     def _of(layer: LayerExperts, packing: Packing, group: int, symmetric: bool) -> ColumnGroups:
-        suffix, zero = packing.g_idx, packing.zero if symmetric else None
+        suffix, zero = packing.suffix("g_idx"), packing.suffix("zero_point") if symmetric else None
         known: dict[tuple[int, str], Tensor | None] = {}
         zeros: dict[str, Tensor] = {}
         projections = [p for p in sorted(layer.projections) if suffix is not None and layer.has(p, suffix)]
-        if suffix is None or any(layer.dtype(projection, suffix) not in DTYPES for projection in projections):
+        if suffix is None or any(layer.dtype(projection, suffix) not in INDICES for projection in projections):
             return ColumnGroups(layer, packing, group, bool(projections), zeros, known)
         expected = {p: in_order(layer.shape(p, suffix)[-1:], group) for p in projections}
         beside = [
             (p, zero)
             for p in projections
-            if zero is not None and layer.has(p, zero) and layer.dtype(p, zero) in packing.zero_dtypes
+            if zero is not None and layer.has(p, zero) and layer.dtype(p, zero) in (torch.int32, torch.int8)
         ]
         # if columns are in another order, the first expert already shows it
         for experts in filter(None, (range(1), range(1, layer.num_experts))):
@@ -114,7 +111,7 @@ class ColumnGroups:
         Raises:
             CheckpointError: a group is out of range or has no column, or the projections differ.
         """
-        layer, suffix = self.layer, self.packing.g_idx or "g_idx"
+        layer, suffix = self.layer, self.packing.suffix("g_idx") or "g_idx"
         begin, end, row = (0, cols, cols) if self._is_whole(projections[0]) else self.window or (0, cols, cols)
         out = torch.empty(len(experts), cols, dtype=torch.int32, device="cpu")
         for slot, expert in enumerate(experts):
@@ -122,7 +119,7 @@ class ColumnGroups:
                 own = self._groups(expert, projection)
                 found = in_order((row,), self.group) if own is None else own.long()
                 if own is not None:
-                    scale = layer.name(expert, projection, self.packing.scale)
+                    scale = layer.name(expert, projection, self.packing.suffix("scale") or "")
                     _check(found, layer.name(expert, projection, suffix), groups, scale)
                 found = found[begin:end]
                 if projection == projections[0]:
@@ -152,7 +149,7 @@ class ColumnGroups:
 
     def _groups(self, expert: int, projection: str) -> Tensor | None:
         """Return the stored group of each column, or None if columns are in order."""
-        suffix = self.packing.g_idx
+        suffix = self.packing.suffix("g_idx")
         if suffix is None or not self.layer.has(projection, suffix):
             return None
         if (expert, projection) in self._read:

@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from moe_core import QuantKey, kFp8DynamicTokenSym
 from moe_core.api.formats import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
-from moe_wna16.formats.packing import BITS, Packing
-from moe_wna16.formats.row_packing import Int4Quantized, IntQuantized, PackQuantized, StackedPackQuantized
+from moe_wna16.formats.packing import BITS
+from moe_wna16.formats.row_packing import CompressedTensorsPacking
 from moe_wna16.formats.wna16_layout import WNA16Storage
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantized", None)
@@ -52,32 +51,15 @@ class CompressedTensorsWNA16Format(QuantizedFormat):
         activation = _activation(group)
         if isinstance(activation, str):
             return activation
-        packing = _packing(weights.num_bits, layer)
         ordered = weights.actorder in ("group", "dynamic")
-        if isinstance(packing, StackedPackQuantized) and (ordered or not weights.symmetric):
+        stored = {suffix for projection in layer.projections for suffix in layer.suffixes(projection)}
+        if "packed" in stored and (ordered or not weights.symmetric):
             found = "zero points" if not weights.symmetric else f"actorder {weights.actorder!r}"
             return f"{weights.where} has {found}, which is not read of experts in one tensor (gate_up_proj_packed)"
-        if isinstance(packing, IntQuantized) and weights.num_bits == 8 and size == -1:
+        if not stored & {"packed", "weight_packed"} and weights.num_bits == 8 and size == -1:
             return f"{group.where} has int8 weights by channel in bytes: those are the scheme int8's"
-        return WNA16Storage(
-            packing,
-            size,
-            weights.symmetric,
-            group.summary,
-            activation,
-            ordered=ordered,
-        )
-
-
-def _packing(bits: int, layer: LayerExperts) -> Packing:
-    """Determine how the tensors are packed: format names differ between tools."""
-    for projection in sorted(layer.projections):
-        if layer.has(projection, "packed"):
-            return StackedPackQuantized(bits)
-        if layer.has(projection, "weight_packed"):
-            in_pairs = bits == 4 and layer.dtype(projection, "weight_packed") in (torch.int8, torch.uint8)
-            return Int4Quantized(4) if in_pairs else PackQuantized(bits)
-    return IntQuantized(bits)
+        packing = CompressedTensorsPacking(weights.num_bits)
+        return WNA16Storage(packing, size, weights.symmetric, group.summary, activation, ordered=ordered)
 
 
 def _group_size(args: QuantArgs) -> int | str:

@@ -42,17 +42,17 @@ class GptqFormat(QuantizedFormat):
         return WNA16Storage(
             stored,
             settings.group_size,
-            _is_symmetric(entries, layer, stored),
+            _is_symmetric(entries, layer),
             settings.summary,
             ordered=entries.boolean("desc_act"),
         )
 
 
-def _is_symmetric(entries: QuantEntries, layer: LayerExperts, stored: GptqPacking) -> bool:
+def _is_symmetric(entries: QuantEntries, layer: LayerExperts) -> bool:
     """Return ``sym``, or if it is not given, whether the checkpoint has no zero points."""
     if entries.entries.get("sym") is not None:
         return entries.boolean("sym")
-    return not any(layer.has(projection, stored.zero) for projection in layer.projections)
+    return not any(layer.has(projection, "qzeros") for projection in layer.projections)
 
 
 def _is_gptqmodels(quantization: Mapping[str, Any]) -> bool:

@@ -13,15 +13,15 @@ For gpt-oss, GPTQModel (until 2026) stores gate and up as one linear module per 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from moe_core.api.formats import FLOATS, Matrix, TensorRule
 from torch import Tensor
 
 from moe_wna16.formats.codes import bytes_of, fields
-from moe_wna16.formats.packing import Packing, Shape
+from moe_wna16.formats.packing import Packing, g_idx, group_count, transposed
 
 
 class ZeroPoints(Enum):
@@ -44,39 +44,32 @@ class GptqPacking(Packing):
 
     zero_points: ZeroPoints
 
-    weight = "qweight"
-    scale = "scales"
-    zero = "qzeros"
-    g_idx = "g_idx"
+    def rules(self, group: int) -> tuple[TensorRule, ...]:
+        words, per_word = (torch.int32,), 32 // self.bits
+        return (
+            TensorRule(
+                "qweight",
+                lambda m: [(m.cols // per_word, m.rows)],
+                words,
+                "weight",
+                values=None,
+                # a word holds consecutive columns of one row, so its bytes are already canonical
+                arrange=lambda stored, m: bytes_of(stored.mT),
+                multiple=(per_word, per_word),
+            ),
+            TensorRule("scales", lambda m: [(group_count(m.cols, group), m.rows)], FLOATS, "scale", arrange=transposed),
+            TensorRule(
+                "qzeros",
+                lambda m: [(group_count(m.cols, group), m.rows // per_word)],
+                words,
+                "zero_point",
+                values=None,
+                arrange=self._zeros,
+            ),
+            g_idx("g_idx"),
+        )
 
-    @property
-    def per_word(self) -> int:
-        """Codes per word."""
-        return 32 // self.bits
-
-    def unfit(self, rows: int, cols: int) -> str | None:
-        for size, what in ((cols, "columns"), (rows, "rows")):
-            if size % self.per_word:
-                return f"{size} {what} are no multiple of {self.per_word}, the {self.bits}-bit fields of a word"
-        return None
-
-    def weight_shape(self, rows: int, cols: int) -> Shape:
-        return (cols // self.per_word, rows)
-
-    def codes(self, stored: Tensor, cols: int) -> Tensor:
-        # a word holds consecutive columns of one row, so its bytes are already canonical
-        return bytes_of(stored.mT)
-
-    def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
-        return [(groups, rows)]
-
-    def scales(self, stored: Tensor, rows: int) -> Tensor:
-        return stored.mT
-
-    def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
-        return [(groups, rows // self.per_word)]
-
-    def zeros(self, stored: Tensor, rows: int) -> Tensor:
+    def _zeros(self, stored: Tensor, matrix: Matrix) -> Tensor:
         if self.zero_points is ZeroPoints.WORDS_MINUS_ONE:
             ones = sum(1 << at for at in range(0, 32, self.bits))
             stored = (stored.long() + ones).to(torch.int32)

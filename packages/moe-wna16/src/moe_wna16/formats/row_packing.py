@@ -15,119 +15,114 @@ with 2**(bits-1) added as for the codes. Some versions, and the unpacked formats
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
+from moe_core.api.formats import FLOATS, Matrix, TensorRule, Values, as_float32
 from torch import Tensor
 
 from moe_wna16.formats.codes import fields, packed, rows_of_words
-from moe_wna16.formats.packing import Packing, Shape
+from moe_wna16.formats.packing import Packing, by_rows, g_idx, group_count, rows_first
 
 
 @dataclass(frozen=True)
-class _CompressedTensors(Packing):
-    scale = "weight_scale"
-    zero: ClassVar[str | None] = "weight_zero_point"
-    g_idx: ClassVar[str | None] = "weight_g_idx"
-    unset_g_idx = True
-    zero_dtypes = (torch.int32, torch.int8)
+class CompressedTensorsPacking(Packing):
+    """Packing of compressed-tensors; dtypes and names tell its variants apart.
 
-    def scale_shapes(self, rows: int, groups: int) -> Sequence[Shape]:
-        return [(rows, groups), (rows,)] if groups == 1 else [(rows, groups)]
-
-    def zero_shapes(self, rows: int, groups: int, dtype: torch.dtype | None) -> Sequence[Shape]:
-        if dtype is torch.int32:
-            return [(-(-rows * self.bits // 32), groups)]
-        return self.scale_shapes(rows, groups)
-
-    def zeros(self, stored: Tensor, rows: int) -> Tensor:
-        if stored.dtype is torch.int32:
-            return fields(stored.mT, self.bits)[..., :rows].mT
-        half = 1 << (self.bits - 1)
-        return (stored.reshape(len(stored), rows, -1).to(torch.int16) + half).to(torch.uint8)
-
-
-@dataclass(frozen=True)
-class PackQuantized(_CompressedTensors):
-    """Packing of ``pack-quantized``."""
-
-    weight = "weight_packed"
-
-    def weight_shape(self, rows: int, cols: int) -> Shape:
-        return (rows, -(-cols * self.bits // 32))
-
-    def codes(self, stored: Tensor, cols: int) -> Tensor:
-        return rows_of_words(stored, self.bits, cols)
-
-
-@dataclass(frozen=True)
-class StackedPackQuantized(PackQuantized):
-    """Packing of ``pack-quantized`` with all experts in one tensor.
-
-    Gemma 4 uses it: ``experts.gate_up_proj_packed`` and ``_scale``. How it would store zero points and column groups is
-    unknown.
+    Gemma 4 stores all experts in one tensor: ``experts.gate_up_proj_packed`` and ``_scale``.
     """
 
-    joint = "_"
-    weight = "packed"
-    scale = "scale"
-    zero = None
-    g_idx = None
+    unset_g_idx = True
 
+    def rules(self, group: int) -> tuple[TensorRule, ...]:
+        bits, half = self.bits, 1 << (self.bits - 1)
+        in_pairs = TensorRule(
+            "weight_packed",
+            lambda m: [(m.rows, m.cols // 2)],
+            (torch.int8, torch.uint8),
+            "weight",
+            values=None,
+            arrange=lambda stored, m: stored.contiguous().view(torch.uint8) ^ 0x88,
+            multiple=(1, 2),
+        )
+        return (
+            TensorRule(
+                ("weight_packed", "packed"),
+                lambda m: [(m.rows, -(-m.cols * bits // 32))],
+                (torch.int32,),
+                "weight",
+                values=None,
+                arrange=lambda stored, m: rows_of_words(stored, bits, m.cols),
+            ),
+            *([in_pairs] if bits == 4 else []),
+            TensorRule(
+                "weight",
+                lambda m: [(m.rows, m.cols)],
+                (torch.int8,),
+                "weight",
+                values=Values.INT4 if bits == 4 else None,
+                arrange=self._bytes,
+            ),
+            TensorRule(("weight_scale", "scale"), by_rows(group), FLOATS, "scale", arrange=rows_first),
+            TensorRule(
+                "weight_zero_point",
+                lambda m: [(-(-m.rows * bits // 32), group_count(m.cols, group))],
+                (torch.int32,),
+                "zero_point",
+                values=None,
+                arrange=lambda stored, m: fields(stored.mT, bits)[..., : m.rows].mT,
+            ),
+            TensorRule(
+                "weight_zero_point",
+                by_rows(group),
+                (torch.int8,),
+                "zero_point",
+                values=None,
+                arrange=lambda stored, m: (rows_first(stored, m).to(torch.int16) + half).to(torch.uint8),
+            ),
+            g_idx("weight_g_idx"),
+        )
 
-@dataclass(frozen=True)
-class IntQuantized(_CompressedTensors):
-    """Packing of ``int-quantized``."""
-
-    weight = "weight"
-    weight_dtypes = (torch.int8,)
-
-    def weight_shape(self, rows: int, cols: int) -> Shape:
-        return (rows, cols)
-
-    def codes(self, stored: Tensor, cols: int) -> Tensor:
+    def _bytes(self, stored: Tensor, matrix: Matrix) -> Tensor:
         # adding the offset flips the sign bit
         raw = stored.view(torch.uint8)
         return raw ^ 0x80 if self.bits == 8 else packed((raw & 15) ^ 8, 4)
-
-    def refused_codes(self, stored: Tensor) -> Tensor | None:
-        return (stored < -8) | (stored > 7) if self.bits == 4 else None
-
-
-@dataclass(frozen=True)
-class Int4Quantized(_CompressedTensors):
-    """Packing of ``int4-quantized``."""
-
-    weight = "weight_packed"
-    weight_dtypes = (torch.int8, torch.uint8)
-
-    def unfit(self, rows: int, cols: int) -> str | None:
-        return f"{cols} columns are odd, and two share a byte" if cols % 2 else None
-
-    def weight_shape(self, rows: int, cols: int) -> Shape:
-        return (rows, cols // 2)
-
-    def codes(self, stored: Tensor, cols: int) -> Tensor:
-        return stored.contiguous().view(torch.uint8) ^ 0x88
 
 
 @dataclass(frozen=True)
 class ModelOptPacking(Packing):
     """Packing of ModelOpt's W4A16_AWQ."""
 
-    weight = "weight"
-    scale = "weight_scale"
-    pre_scale = "pre_quant_scale"
-    weight_dtypes = (torch.uint8,)
+    def rules(self, group: int) -> tuple[TensorRule, ...]:
+        return (
+            TensorRule(
+                "weight",
+                lambda m: [(m.rows // 2, m.cols)],
+                (torch.uint8,),
+                "weight",
+                values=None,
+                arrange=_row_pairs,
+                multiple=(2, 1),
+            ),
+            TensorRule(
+                "weight_scale",
+                lambda m: [(m.rows, group_count(m.cols, group))],
+                FLOATS,
+                "scale",
+                arrange=rows_first,
+            ),
+            TensorRule(
+                "pre_quant_scale",
+                lambda m: [(m.cols,)],
+                FLOATS,
+                "pre_scale",
+                required=False,
+                arrange=as_float32,
+                by_rows=False,
+            ),
+        )
 
-    def unfit(self, rows: int, cols: int) -> str | None:
-        return f"{rows} rows are odd, and two share a byte" if rows % 2 else None
 
-    def weight_shape(self, rows: int, cols: int) -> Shape:
-        return (rows // 2, cols)
-
-    def codes(self, stored: Tensor, cols: int) -> Tensor:
-        signed = stored ^ 0x88
-        return torch.stack((packed(signed & 15, 4), packed(signed >> 4, 4)), dim=2).flatten(1, 2)
+def _row_pairs(stored: Tensor, matrix: Matrix) -> Tensor:
+    signed = stored ^ 0x88
+    return torch.stack((packed(signed & 15, 4), packed(signed >> 4, 4)), dim=2).flatten(1, 2)

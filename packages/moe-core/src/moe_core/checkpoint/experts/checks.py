@@ -37,10 +37,10 @@ def check_expert_tensor(
     name = layer.name(0, projection, suffix)
     found = layer.shape(projection, suffix)
     reason = f" ({why})" if why else ""
-    if found not in {tuple(accepted) for accepted in (shape, *also)}:
-        raise CheckpointError(f"{name} has shape {list(found)}, expected {list(shape)}{reason}")
     if layer.dtype(projection, suffix) not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         stored = layer.dtype(projection, suffix)
         stated = layer.stored_dtype(projection, suffix) if stored is None else str(stored).removeprefix("torch.")
         raise CheckpointError(f"{name} has dtype {stated}, expected {expected}{reason}")
+    if found not in {tuple(accepted) for accepted in (shape, *also)}:
+        raise CheckpointError(f"{name} has shape {list(found)}, expected {list(shape)}{reason}")

@@ -128,7 +128,7 @@ def is_transposed(layer: LayerExperts) -> bool:
     return (rows, cols) == (down_cols, 2 * down_rows)
 
 
-def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
+def is_interleaved(layer: LayerExperts) -> bool:
     """Return whether gate and up rows are interleaved in one tensor, as in gpt-oss.
 
     The order of rows is then gate 0, up 0, gate 1, …
@@ -139,7 +139,6 @@ def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
 
     Args:
         layer: The layer's expert tensors.
-        blocks: Whether the layer has ``gate_up_proj_blocks``.
 
     Returns:
         True if the rows are interleaved.
@@ -154,7 +153,7 @@ def is_interleaved(layer: LayerExperts, blocks: bool = False) -> bool:
         return True
     name = layer.name(0, "gate_up", layer.suffixes("gate_up")[0])
     numbered = name.startswith(f"{layer.prefix}.gate_up.")
-    if not (blocks or numbered):
+    if not (numbered or layer.has("gate_up", "blocks")):
         return False
     relatives = (None, family_of("gpt_oss"))
     other = next((name for name in types if isinstance(name, str) and family_of(name) not in relatives), None)

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class ExpertStack:
     """Request for stacked tensors ``[E, rows, ...]`` of one or several projections.
 
     Rows of several projections are concatenated.
@@ -60,8 +60,8 @@ class Stack:
     check: Callable[[Tensor], Tensor] | None = None
 
 
-Asking = Generator[Stack, Tensor, T]
-"""What asks for one stack after the other (``tensor = yield Stack(...)``) and returns what it made of them."""
+Query = Generator[ExpertStack, Tensor, T]
+"""Generator that requests stacks one after another (``tensor = yield ExpertStack(...)``) and returns a result."""
 
 
 class BadValuesError(CheckpointError):
@@ -81,7 +81,7 @@ class BadValuesError(CheckpointError):
         self.count = count
         self.expert = expert
         self.projection = projection
-        self.stack: Stack | None = None
+        self.stack: ExpertStack | None = None
 
 
 def load_stacked(
@@ -95,7 +95,7 @@ def load_stacked(
     arrange: Callable[[Tensor], Tensor] | None = None,
     check: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Read one :class:`Stack`.
+    """Read one :class:`ExpertStack`.
 
     Several experts are read at a time, into pinned memory if ``device`` is a GPU.
 
@@ -116,17 +116,17 @@ def load_stacked(
         BadValuesError: ``check`` refused values.
         CheckpointError: ``experts`` is empty, or tensors are missing or cannot be read.
     """
-    return _read(layer, [Stack(projections, suffix, dtype, arrange, check)], experts, device)[0]
+    return _read(layer, [ExpertStack(projections, suffix, dtype, arrange, check)], experts, device)[0]
 
 
 def load_together(
-    layer: LayerExperts, asking: Sequence[Asking[T]], *, experts: Sequence[int], device: torch.device | str
+    layer: LayerExperts, queries: Sequence[Query[T]], *, experts: Sequence[int], device: torch.device | str
 ) -> list[T]:
     """Run several generators of stack requests and read their concurrent requests together.
 
     Args:
         layer: The layer's expert tensors.
-        asking: Generators that request stacks. A BadValuesError is raised inside the generator that requested the
+        queries: Generators that request stacks. A BadValuesError is raised inside the generator that requested the
             refused stack.
         experts: Global ids of the experts.
         device: Where the stacks are allocated.
@@ -139,9 +139,9 @@ def load_together(
     """
     results: dict[int, T] = {}
     # The call that resumes each generator; the first one passes no tensor.
-    steps: dict[int, Callable[[], Stack]] = {number: one.__next__ for number, one in enumerate(asking)}
+    steps: dict[int, Callable[[], ExpertStack]] = {number: one.__next__ for number, one in enumerate(queries)}
     while steps:
-        wanted: dict[int, Stack] = {}
+        wanted: dict[int, ExpertStack] = {}
         for number in sorted(steps):
             try:
                 wanted[number] = steps.pop(number)()
@@ -152,15 +152,15 @@ def load_together(
         except BadValuesError as error:
             for number, stack in wanted.items():
                 if stack is error.stack:
-                    asking[number].throw(error)
+                    queries[number].throw(error)
             raise
-        steps = {number: partial(asking[number].send, tensor) for number, tensor in zip(wanted, found, strict=True)}
+        steps = {number: partial(queries[number].send, tensor) for number, tensor in zip(wanted, found, strict=True)}
         del found  # unused tensors are freed while the next ones are read
-    return [results[number] for number in range(len(asking))]
+    return [results[number] for number in range(len(queries))]
 
 
 def _read(
-    layer: LayerExperts, stacks: Sequence[Stack], experts: Sequence[int], device: torch.device | str
+    layer: LayerExperts, stacks: Sequence[ExpertStack], experts: Sequence[int], device: torch.device | str
 ) -> list[Tensor]:
     """Read all ``stacks``, which must not share a tensor, in groups of experts."""
     if not stacks:
@@ -173,14 +173,14 @@ def _read(
         raise ValueError("a tensor is asked for twice at the same time")
     target = torch.device(device)
     on_gpu = is_staged(target)
-    kept = [_Kept(layer, stack, len(experts), target) for stack in stacks]
+    kept = [_PendingReads(layer, stack, len(experts), target) for stack in stacks]
     # Stacks that pass through a staging buffer.
     on_the_way = [one for one in kept if on_gpu or one.arrange is not None]
     each = sum(one.each for one in kept)
     room = (GPU_GROUP_BYTES if on_gpu else GROUP_BYTES) - _ALIGNED * sum(len(one.sizes) for one in kept)
     many = max(1, room // max(1, each))
     groups = [slice(at, min(at + many, len(experts))) for at in range(0, len(experts), many)]
-    chunks = _Chunks(kept, groups) if on_gpu else None
+    chunks = _ChunkedReads(kept, groups) if on_gpu else None
 
     def filled(number: int) -> list[Tensor]:
         """Read one group of experts; on the CPU, also check it while it is in the cache."""
@@ -217,7 +217,7 @@ def _read(
     return [one.tensor for one in kept]
 
 
-class _Chunks:
+class _ChunkedReads:
     """GPU destinations of groups of experts.
 
     A destination is the result itself, or a scratch buffer from which the result is arranged.
@@ -225,7 +225,7 @@ class _Chunks:
     Many groups form a chunk, which is arranged at once with few kernel launches.
     """
 
-    def __init__(self, kept: Sequence[_Kept], groups: Sequence[slice]) -> None:
+    def __init__(self, kept: Sequence[_PendingReads], groups: Sequence[slice]) -> None:
         self._kept, self._groups = kept, groups
         self._lock = threading.Lock()
         arranged = [one for one in kept if one.arrange is not None]
@@ -258,7 +258,7 @@ class _Chunks:
         groups = self._groups[chunk * self._many : (chunk + 1) * self._many]
         return slice(groups[0].start, groups[-1].stop)
 
-    def _of(self, one: _Kept, slots: slice) -> tuple[Tensor, Sequence[Tensor]]:
+    def _of(self, one: _PendingReads, slots: slice) -> tuple[Tensor, Sequence[Tensor]]:
         if one.arrange is None:
             whole = one.flat[slots.start * one.each : slots.stop * one.each]
         else:
@@ -270,7 +270,7 @@ class _Chunks:
         return whole, torch.split(whole, [one.each * (at.stop - at.start) for at in groups])
 
 
-class _Kept:
+class _PendingReads:
     """State of a stack that is being read.
 
     Attributes:
@@ -286,7 +286,7 @@ class _Kept:
     flat: Tensor
     room: memoryview
 
-    def __init__(self, layer: LayerExperts, stack: Stack, count: int, device: torch.device) -> None:
+    def __init__(self, layer: LayerExperts, stack: ExpertStack, count: int, device: torch.device) -> None:
         self._layer, self._stack, self._count, self.device = layer, stack, count, device
         self._lock = threading.Lock()
         self._stored = [_dtype(layer, projection, stack.suffix) for projection in stack.projections]

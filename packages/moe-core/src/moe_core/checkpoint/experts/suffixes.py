@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
+from moe_core.checkpoint.experts.matrices import module_name
 from moe_core.errors import CheckpointError
 
 #: Suffixes of static activation scales.
@@ -35,34 +34,22 @@ def one_suffix(layer: LayerExperts, projection: str, suffixes: Sequence[str]) ->
     return found[0] if found else None
 
 
-def missing(layer: LayerExperts, projection: str, suffix: str, *, weight: str = "weight") -> str:
+def missing(layer: LayerExperts, projection: str, suffix: str) -> str:
     """Return the message for a projection that lacks a tensor.
 
     Args:
         layer: The layer's expert tensors.
         projection: One of the layer's projections.
         suffix: The missing suffix.
-        weight: A suffix that the projection has.
-
-    Returns:
-        The message.
-    """
-    name = f"{layer.name(0, projection, weight).removesuffix(f'.{weight}')}.{suffix}"
-    return missing_tensor(layer, name)
-
-
-def missing_tensor(layer: LayerExperts, name: str) -> str:
-    """Return the message for a missing tensor.
-
-    Args:
-        layer: The layer's expert tensors.
-        name: Name of the tensor.
 
     Returns:
         The message, which names an ignored file that contains the tensor if there is one.
     """
-    checkpoint = layer.checkpoint
-    return f"{name} is missing in {checkpoint.path}{checkpoint.left_out(name.__eq__)}"
+    # Stacked tensors have no separate module: their suffix follows an underscore.
+    known = [(layer.name(0, projection, other), other) for other in layer.suffixes(projection)]
+    dotted = any(name.endswith(f".{other}") for name, other in known)
+    name = f"{module_name(layer, projection)}{'.' if dotted or not layer.stacked_names else '_'}{suffix}"
+    return f"{name} is missing in {layer.checkpoint.path}{layer.checkpoint.left_out(name.__eq__)}"
 
 
 def refuse_zero_points(layer: LayerExperts, projection: str, suffix: str, experts: Sequence[int]) -> None:
@@ -108,30 +95,3 @@ def check_stated_shape(
         if stated != list(size):
             name = layer.name(expert, projection, suffix)
             raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")
-
-
-def refuse_mixed(
-    layer: LayerExperts, projection: str, plain: Sequence[torch.dtype], quantized: Sequence[torch.dtype]
-) -> None:
-    """Refuse layers in which one projection is quantized and another is not.
-
-    Tools leave matrices unquantized if their sizes are not divisible into groups.
-
-    Args:
-        layer: The layer's expert tensors.
-        projection: The projection to check.
-        plain: dtypes of unquantized weights.
-        quantized: dtypes of quantized weights.
-
-    Raises:
-        CheckpointError: ``projection`` is unquantized and another projection is quantized.
-    """
-    if not layer.has(projection, "weight") or layer.dtype(projection, "weight") not in plain:
-        return
-    for other in sorted(layer.projections):
-        if layer.has(other, "weight") and layer.dtype(other, "weight") in quantized:
-            found, expected = (str(layer.dtype(p, "weight")).removeprefix("torch.") for p in (projection, other))
-            raise CheckpointError(
-                f"{layer.name(0, projection, 'weight')} has dtype {found}, expected {expected} as "
-                f"{layer.name(0, other, 'weight')}: all matrices of a layer's experts must be quantized alike"
-            )

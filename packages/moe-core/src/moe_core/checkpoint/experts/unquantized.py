@@ -23,7 +23,7 @@ from moe_core.checkpoint.experts.checks import check_expert_tensor
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.experts.matrices import ExpertMatrices, gate_rows_first, is_interleaved, is_transposed
 from moe_core.checkpoint.experts.sliced import Axes, SlicedExperts, StoredAxis
-from moe_core.checkpoint.experts.stacks import Asking, load_together
+from moe_core.checkpoint.experts.stacks import Query, load_together
 from moe_core.checkpoint.experts.values import Values, checked
 from moe_core.checkpoint.files.tensor_names import Key
 from moe_core.errors import CheckpointError
@@ -103,8 +103,8 @@ class UnquantizedLayout(ExpertLayout):
         self, layer: LayerExperts, config: FusedMoEConfig, experts: Sequence[int], device: torch.device | str
     ) -> MoEWeights:
         stacks = ExpertMatrices.of(layer, config).stacks
-        asking = [self._stack(layer, name, projections) for name, projections in stacks]
-        found = load_together(layer, asking, experts=experts, device=device)
+        queries = [self._stack(layer, name, projections) for name, projections in stacks]
+        found = load_together(layer, queries, experts=experts, device=device)
         tensors: dict[str, Any] = {name: tensor for own in found for name, tensor in own.items()}
         return MoEWeights(weight_key=None, activation_key=None, **tensors)
 
@@ -124,17 +124,17 @@ class UnquantizedLayout(ExpertLayout):
         self.check_fits(config, experts=range(self.layer.num_experts))
         stack, _, suffix = name.partition("_")
         projections = dict(ExpertMatrices.of(self.layer, config).stacks)[stack]
-        asking = self._tensor(self.layer, projections, suffix or "weight")
-        return load_together(self.layer, [asking], experts=range(self.layer.num_experts), device="cpu")[0]
+        queries = self._tensor(self.layer, projections, suffix or "weight")
+        return load_together(self.layer, [queries], experts=range(self.layer.num_experts), device="cpu")[0]
 
-    def _stack(self, layer: LayerExperts, name: str, projections: tuple[str, ...]) -> Asking[dict[str, Tensor]]:
+    def _stack(self, layer: LayerExperts, name: str, projections: tuple[str, ...]) -> Query[dict[str, Tensor]]:
         """Request the tensors of w13 or w2 (``name``)."""
         tensors = {name: (yield from self._tensor(layer, projections, "weight"))}
         if any(layer.has(projection, "bias") for projection in projections):
             tensors[f"{name}_bias"] = yield from self._tensor(layer, projections, "bias")
         return tensors
 
-    def _tensor(self, layer: LayerExperts, projections: tuple[str, ...], suffix: str) -> Asking[Tensor]:
+    def _tensor(self, layer: LayerExperts, projections: tuple[str, ...], suffix: str) -> Query[Tensor]:
         """Request the weights or biases of ``projections`` in canonical order."""
         transposed = is_transposed(self.layer)
         mixed = "gate_up" in projections and is_interleaved(layer)

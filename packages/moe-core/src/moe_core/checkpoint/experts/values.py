@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
-from moe_core.checkpoint.experts.stacks import Asking, BadValuesError, Stack, load_together
+from moe_core.checkpoint.experts.stacks import BadValuesError, ExpertStack, Query, load_together
 from moe_core.errors import CheckpointError
+from moe_core.reference.quantization import dequantize_weight
 from moe_core.spec.numerics import is_e8m0
 from moe_core.spec.quant_key import QuantKey
 
@@ -23,11 +24,13 @@ class Values(Enum):
     - ``FINITE``: no NaN or Inf (weights, biases)
     - ``SCALE``: finite and not negative; for e8m0, any byte except 255
     - ``POSITIVE``: finite and greater than 0 (divisors of a whole tensor or of the activations)
+    - ``INT4``: integers of -8 to 7 (4-bit codes, one per byte)
     """
 
     FINITE = "finite"
     SCALE = "scale"
     POSITIVE = "positive"
+    INT4 = "int4"
 
 
 def load_checked(
@@ -60,18 +63,18 @@ def load_checked(
         CheckpointError: A tensor holds invalid values. The message names the tensor, the number of such values, and
             the position of the first one in the stored tensor.
     """
-    asking = checked(layer, projections, suffix, values, arrange=arrange)
-    return load_together(layer, [asking], experts=experts, device=device)[0]
+    query = checked(layer, projections, suffix, values, arrange=arrange)
+    return load_together(layer, [query], experts=experts, device=device)[0]
 
 
 def checked(
     layer: LayerExperts,
     projections: Sequence[str],
     suffix: str,
-    values: Values,
+    values: Values | None,
     *,
     arrange: Callable[[Tensor], Tensor] | None = None,
-) -> Asking[Tensor]:
+) -> Query[Tensor]:
     """Request what :func:`load_checked` loads, from inside a generator.
 
     Usage: ``tensor = yield from checked(...)``.
@@ -80,7 +83,7 @@ def checked(
         layer: The layer's expert tensors.
         projections: Projections in the order of their rows.
         suffix: Suffix of the tensors' names.
-        values: Valid values.
+        values: Valid values; None if all are.
         arrange: Maps stored tensors of n experts ``[n, ...]`` to the result ``[n, rows, ...]``, both on the device.
 
     Returns:
@@ -89,24 +92,49 @@ def checked(
     Raises:
         CheckpointError: A tensor holds invalid values.
     """
+    if values is None:
+        return (yield ExpertStack(projections, suffix, arrange=arrange))
+    check: Callable[[Tensor], Tensor] | None = partial(has_bad_values, values=values)
+    if values is Values.INT4 and arrange is not None:  # packing drops the bits that are checked
+        arrange, check = partial(_check_first, arrange=arrange), None
     try:
-        return (yield Stack(projections, suffix, arrange=arrange, check=partial(has_bad_values, values=values)))
+        return (yield ExpertStack(projections, suffix, arrange=arrange, check=check))
     except BadValuesError as error:
-        name = layer.name(error.expert, error.projection, suffix)
-        count, total, where, what = 0, 0, [], ""
-        # One expert at a time, because a stacked tensor may be as large as the layer.
-        stacked = len(layer.checkpoint.info(name).shape) > len(layer.shape(error.projection, suffix))
-        for expert in range(layer.num_experts) if stacked else (error.expert,):
-            stored = layer.tensor(expert, error.projection, suffix)
-            bad, what = bad_values(stored, values)
-            if not count and bool(bad.any()):
-                where = [*([expert] if stacked else []), *(int(i) for i in bad.nonzero()[0])]
-            count += int(bad.sum())
-            total += stored.numel()
-        if not count:
+        found = _located(layer, projections, suffix, values, error)
+        if found is None:
             raise
-        plural = "s" if count > 1 else ""
-        raise CheckpointError(f"{name} has {count} {what} value{plural} of {total}, first at {where}") from None
+        raise found from None
+
+
+def _check_first(stored: Tensor, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+    if bool(has_bad_values(stored, Values.INT4)):
+        raise BadValuesError("", 1, len(stored))
+    return arrange(stored)
+
+
+def _located(
+    layer: LayerExperts, projections: Sequence[str], suffix: str, values: Values, error: BadValuesError
+) -> CheckpointError | None:
+    """Read the refused tensor, or all tensors if it is unknown, and describe its invalid values."""
+    for projection in (error.projection,) if error.projection else projections:
+        # One expert at a time, because a stacked tensor may be as large as the layer.
+        first = layer.name(0, projection, suffix)
+        stacked = len(layer.checkpoint.info(first).shape) > len(layer.shape(projection, suffix))
+        every = [(expert,) for expert in range(layer.num_experts)]
+        tensors = [range(layer.num_experts)] if stacked else [(error.expert,)] if error.projection else every
+        for experts in tensors:
+            count, total, where, what = 0, 0, [], ""
+            for expert in experts:
+                stored = layer.tensor(expert, projection, suffix)
+                bad, what = bad_values(stored, values)
+                if not count and bool(bad.any()):
+                    where = [*([expert] if stacked else []), *(int(i) for i in bad.nonzero()[0])]
+                count += int(bad.sum())
+                total += stored.numel()
+            if count:
+                name, plural = layer.name(experts[0], projection, suffix), "s" if count > 1 else ""
+                return CheckpointError(f"{name} has {count} {what} value{plural} of {total}, first at {where}")
+    return None
 
 
 def has_bad_values(tensor: Tensor, values: Values) -> Tensor:
@@ -125,6 +153,9 @@ def has_bad_values(tensor: Tensor, values: Values) -> Tensor:
     scale = values is not Values.FINITE
     if not tensor.numel():
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    if values is Values.INT4:
+        least, most = torch.aminmax(tensor)
+        return (least < -8) | (most > 7)
     if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and not scale:
         # The maximum as uint8 is the largest code with the sign bit set, the maximum as int8 the largest one without.
         first = 0x7F if tensor.dtype is torch.float8_e4m3fn else 0x7C
@@ -151,6 +182,8 @@ def bad_values(tensor: Tensor, values: Values) -> tuple[Tensor, str]:
     Returns:
         (bool tensor that is True at invalid values, description of such values for a message).
     """
+    if values is Values.INT4:
+        return (tensor < -8) | (tensor > 7), "out-of-range (expected -8 to 7)"
     scale = values is not Values.FINITE
     if tensor.dtype is torch.float8_e4m3fn and not scale:
         return (tensor.view(torch.uint8) & 0x7F) == 0x7F, "NaN"
@@ -172,14 +205,12 @@ def bad_values(tensor: Tensor, values: Values) -> tuple[Tensor, str]:
 def refuse_lost_weights(
     layer: LayerExperts,
     projections: Sequence[str],
-    scale_suffix: str,
-    weight: Tensor,
-    scale: Tensor,
+    suffixes: tuple[str, str],
+    tensors: Mapping[str, Tensor],
     key: QuantKey,
     *,
     experts: Sequence[int],
-    is_zero: Callable[[Tensor], Tensor],
-    weight_suffix: str = "weight",
+    cols: int,
     interleaved: bool = False,
 ) -> None:
     """Refuse scales of 0 for weights that are not 0.
@@ -189,40 +220,43 @@ def refuse_lost_weights(
 
     Args:
         layer: The layer's expert tensors.
-        projections: Projections that make up ``weight``.
-        scale_suffix: Suffix of the scales, for the message.
-        weight: Canonical codes [E, rows, cols], one element per entry.
-        scale: Canonical scales of ``weight``.
-        key: Quantization of the weights, which gives the group shape.
+        projections: Projections that make up the weight.
+        suffixes: Suffixes of the weights and the scales, for the message.
+        tensors: Canonical tensors of the weight by role: "weight", "scale", and "zero_point" and "g_idx" if there are.
+        key: Quantization of the weights.
         experts: Global ids of the experts.
-        is_zero: Maps codes to a bool tensor that is True where the value is 0.
-        weight_suffix: Suffix of the weights, for the message.
+        cols: Columns of the weight.
         interleaved: Whether gate and up rows are stored interleaved.
 
     Raises:
         CheckpointError: A scale is 0 and one of its weights is not.
     """
-    zero = scale == 0
+    zero = tensors["scale"] == 0
     if not bool(zero.any()):
         return
-    gated = len(projections) == 2 or projections[0] == "gate_up"
-    parts = 2 if gated else 1
-    rows, cols = weight.shape[1] // parts, weight.shape[2]
-    group_rows = rows if key.group_shape.row == -1 else key.group_shape.row
-    group_cols = cols if key.group_shape.col == -1 else key.group_shape.col
+    fused = projections[0] == "gate_up"
     for slot in zero.flatten(1).any(dim=1).nonzero().flatten().tolist():
-        grid = zero[slot].reshape(parts, -(-rows // group_rows), -(-cols // group_cols))
-        covered = grid.repeat_interleave(group_rows, 1)[:, :rows].repeat_interleave(group_cols, 2)[:, :, :cols]
-        lost = covered & ~is_zero(weight[slot]).reshape(parts, rows, cols)
+        one = slice(slot, slot + 1)
+        zero_point, g_idx = (tensors[role][one] if role in tensors else None for role in ("zero_point", "g_idx"))
+        lost = dequantize_weight(
+            tensors["weight"][one],
+            zero[one].to(tensors["scale"].dtype),
+            key,
+            parts=2 if fused else len(projections),
+            zero_point=zero_point,
+            g_idx=g_idx,
+            cols=cols,
+        )[0]
         if not bool(lost.any()):
             continue
-        part, row, col = (int(i) for i in lost.nonzero()[0])
-        projection = projections[part] if len(projections) == 2 else projections[0]
-        if len(projections) == 1:  # convert to the row of the stored tensor
-            row = 2 * row + part if interleaved else row + part * rows
-        scale_name = layer.name(experts[slot], projection, scale_suffix)
+        place, col = (int(i) for i in lost.nonzero()[0])
+        part, row = divmod(place, len(lost) // len(projections))
+        if fused and interleaved:  # convert to the row of the stored tensor
+            is_up, pair = divmod(row, len(lost) // 2)
+            row = 2 * pair + is_up
+        weight, scale = (layer.name(experts[slot], projections[part], suffix) for suffix in suffixes)
         entry = f" of expert {experts[slot]}" if layer.stacked_names else ""
         raise CheckpointError(
-            f"{scale_name} is 0{entry} where {layer.name(experts[slot], projection, weight_suffix)} is not "
-            f"({int(lost.sum())} weights, first at [{row}, {col}]): expected a scale other than 0"
+            f"{scale} is 0{entry} where {weight} is not ({int((lost != 0).sum())} weights, first at [{row}, {col}]): "
+            "expected a scale other than 0"
         )
