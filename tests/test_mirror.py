@@ -68,8 +68,7 @@ COVERED = {
     ),
     "packages/moe-fp8/tests/kernels/test_marlin_layers.py": "moe_core.kernels.experts.marlin",
     f"{CORE}/kernels/gemm/heuristics/test_heuristics.py": (
-        "moe_core.kernels.gemm.heuristics.gemv moe_core.kernels.gemm.heuristics.invariant "
-        "moe_core.kernels.gemm.heuristics.regimes moe_core.kernels.gemm.heuristics.rules"
+        "moe_core.kernels.gemm.heuristics.invariant moe_core.kernels.gemm.heuristics.regimes"
     ),
     f"{CORE}/kernels/launch/test_replay.py": "moe_core.kernels.launch.recorded moe_core.spec.tensor_record",
     "packages/moe-fp8/tests/experts/test_flashinfer_doubles.py": (

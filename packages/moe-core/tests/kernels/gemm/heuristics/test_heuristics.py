@@ -405,21 +405,21 @@ def test_one_token_needs_no_tensor_cores(shape: tuple[int, int, int, int], kind:
 @pytest.mark.parametrize(
     ("kind", "shape", "most"),
     [
-        # 8 pairs for 5.5 experts: 4 tokens that choose a quarter of them reach 68 %
-        ("mixed int4", (8, 2, 4096, 14336), 4),
-        ("mixed int4", (32, 8, 7168, 2048), 4),
+        # 6 pairs for 4.6 experts of 88 MB
+        ("mixed int4", (8, 2, 4096, 14336), 2),
+        ("mixed int4", (32, 8, 7168, 2048), 2),
         ("mixed int4", (32, 4, 2880, 2880), 5),
-        ("mixed int4", (128, 8, 4096, 1408), 9),
+        ("mixed int4", (128, 8, 4096, 1408), 6),
         # small experts, or one pair of a token
         ("mixed int4", (128, 8, 2048, 768), 12),
-        ("mixed int4", (16, 1, 5120, 4096), 12),
-        ("mixed int4", (256, 8, 7168, 256), 16),
+        ("mixed int4", (16, 1, 5120, 4096), 9),
+        ("mixed int4", (256, 8, 7168, 256), 12),
         # by `mma.sync` a pair takes as long as a tile of 8 rows, without sort and split-K
-        ("mixed e2m1", (128, 4, 2880, 2880), 8),
-        ("mixed e2m1", (8, 4, 2880, 2880), 2),
-        ("mixed int4", (1, 1, 2048, 768), 1),
+        ("mixed e2m1", (128, 4, 2880, 2880), 4),
+        ("mixed e2m1", (8, 4, 2880, 2880), 1),
+        ("mixed int4", (1, 1, 2048, 768), 12),
         # as many experts for a token as there are here
-        ("mixed int4", (4, 8, 2048, 768), 1),
+        ("mixed int4", (4, 8, 2048, 768), 3),
         ("mixed int8", (256, 8, 7168, 256), 12),
         ("mixed int8", (128, 8, 2048, 768), 12),
         ("mixed int8", (128, 8, 4096, 1408), 12),
@@ -457,13 +457,13 @@ def test_words_of_a_row_are_shared_by_as_few_warps_as_fill_the_gpu(
     [
         ("int8 plain", (128, 8, 2048, 768), 12),
         ("int8 plain", (256, 8, 7168, 256), 12),
-        ("int8 plain", (16, 2, 4096, 6400), 6),
-        ("int8 plain", (8, 2, 4096, 14336), 3),
+        ("int8 plain", (16, 2, 4096, 6400), 5),
+        ("int8 plain", (8, 2, 4096, 14336), 2),
         ("e4m3", (128, 8, 2048, 768), 8),
-        ("e4m3 blocks", (128, 8, 2048, 768), 8),
-        ("e4m3 blocks", (128, 8, 4096, 1408), 4),
+        ("e4m3 blocks", (128, 8, 2048, 768), 5),
+        ("e4m3 blocks", (128, 8, 4096, 1408), 3),
         ("e4m3 blocks", (32, 8, 7168, 2048), 1),
-        ("e4m3", (8, 2, 4096, 14336), 2),
+        ("e4m3", (8, 2, 4096, 14336), 1),
     ],
 )
 def test_few_tokens_of_8_bit_weights_take_vectors(kind: str, shape: tuple[int, int, int, int], most: int) -> None:
@@ -493,7 +493,7 @@ def test_few_tokens_of_8_bit_weights_take_vectors(kind: str, shape: tuple[int, i
     ("kind", "shape", "most"),
     [
         # one pair of a token is nothing to add up
-        ("e4m3 blocks", (16, 1, 5120, 4096), 4),
+        ("e4m3 blocks", (16, 1, 5120, 4096), 3),
         ("int8 plain", (16, 1, 5120, 4096), 4),
         # int8: little work to quantize a vector again
         ("int8 plain", (256, 8, 7168, 256), 4),
@@ -532,10 +532,8 @@ def test_pairs_are_added_up_at_the_end_of_gemm2(kind: str, shape: tuple[int, int
     [
         # megabytes that pairs read again with so many tokens, and with one less: 22 and 15, 20 and 13, 22 and 16
         ("int8 plain", (128, 8, 2048, 768), 6),
-        ("e4m3 blocks", (256, 8, 7168, 256), 6),
         ("mixed int4", (128, 8, 2048, 768), 7),
         ("mixed int4", (128, 8, 4096, 1408), 4),
-        ("mixed e2m1", (128, 4, 2880, 2880), 6),
         # a quarter of an expert of 176 MB
         ("int8 plain", (8, 2, 4096, 14336), 2),
     ],
@@ -553,7 +551,7 @@ def test_pairs_that_share_weights_run_side_by_side(kind: str, shape: tuple[int, 
         # programs of 16 rows: 128, 256, 384 and 512, beside twice as many of 8, in rounds of 264
         ("e4m3 blocks", (256, 8, 7168, 256), [8, 16, 8, 16]),
         ("e4m3 blocks", (128, 8, 2048, 768), [8, 16, 16, 16]),
-        ("e4m3 blocks", (16, 1, 5120, 4096), [16, 16, 16, 16]),
+        ("e4m3 blocks", (16, 1, 5120, 4096), [16, 16, 16]),
         # whatever the number of tokens
         ("e4m3", (256, 8, 7168, 256), [8, 8, 8, 8]),
         ("e4m3", (128, 8, 2048, 768), [16, 16, 16, 16]),
@@ -579,10 +577,11 @@ def test_one_pair_of_a_token_needs_no_finalize_for_words_either() -> None:
 def test_rows_of_other_ranks_share_more_than_they_seem_to() -> None:
     """Rows that were sent here have an expert here each: beyond four, vectors are for hardly any shared expert."""
     shape = (128, 8, 2048, 768)
-    for kind, most in (("int8 plain", 6), ("e4m3 blocks", 6), ("mixed int4", 6), ("mixed int8", 6)):
+    for kind, most in (("int8 plain", 6), ("e4m3 blocks", 5), ("mixed int4", 6), ("mixed int8", 6)):
         problem = problem_of(kind, shape, sharded=True)
         assert [tokens for tokens in range(1, 20) if gemv_plan(problem, tokens)] == list(range(1, most + 1))
-    large = problem_of("mixed int4", (8, 2, 4096, 14336), sharded=True)
+    # 8 pairs for 6.6 experts
+    large = problem_of("mixed int4", (16, 2, 4096, 6400), sharded=True)
     assert gemv_plan(large, 4) is not None
 
 
@@ -613,7 +612,7 @@ def test_a_plan_between_the_numbers_of_tokens_that_are_asked_is_one_of_the_layer
         assert not refusals(problem, launch_plan(problem, tokens), tokens, tokens)
 
 
-@pytest.mark.parametrize(("shape", "most"), [((8, 2, 4096, 14336), 4), ((128, 8, 2048, 768), 11)])
+@pytest.mark.parametrize(("shape", "most"), [((8, 2, 4096, 14336), 4), ((128, 8, 2048, 768), 12)])
 def test_tiles_of_16_rows_leave_more_tokens_to_vectors(shape: tuple[int, int, int, int], most: int) -> None:
     found = [gemv_plan(problem_of("mixed int4", shape, capability=80), tokens) for tokens in (most, most + 1)]
     assert [plan is None for plan in found] == [False, True]

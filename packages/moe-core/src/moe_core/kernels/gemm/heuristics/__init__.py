@@ -63,4 +63,4 @@ def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     Returns:
         The plan, or None where tiles are faster or results must be batch invariant.
     """
-    return None if problem.batch_invariant else choose_gemv(problem, tokens)
+    return None if problem.batch_invariant else choose_gemv(rules_of(problem).gemv(problem), problem, tokens)

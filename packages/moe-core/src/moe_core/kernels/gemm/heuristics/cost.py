@@ -1,4 +1,4 @@
-"""Cost of tiles: expected number of tiles, waves of programs, and split-K."""
+"""Cost of a call: expected tiles, split-K, and time of launches and memory."""
 
 from __future__ import annotations
 
@@ -122,3 +122,30 @@ class Loops:
             A power of two, at most ``most``.
         """
         return split_k(self.tiles, self.steps, *limits, most=min(most, MAX_PARTIALS // max(self.sums, 1)))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Modeled time of a call with few tokens.
+
+    Attributes:
+        launches: Time of launches, prologues and sorting, in µs.
+        bandwidth: Weights read, in MB per µs (TB/s). It may exceed the memory's, where L2 serves repeated reads.
+        vectors: Time to load and quantize a million elements of activations, in µs.
+    """
+
+    launches: float
+    bandwidth: float
+    vectors: float = 0.0
+
+    def time(self, weights: float, elements: float = 0.0) -> float:
+        """Return the modeled time.
+
+        Args:
+            weights: Bytes of weights that are read.
+            elements: Activation elements that programs load.
+
+        Returns:
+            The time in µs.
+        """
+        return self.launches + 1e-6 * (weights / self.bandwidth + elements * self.vectors)

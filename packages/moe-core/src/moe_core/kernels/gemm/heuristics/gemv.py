@@ -1,39 +1,22 @@
 """Launch configurations of a layer for few tokens, whose pairs are not sorted.
 
 Each pair reads its expert's weights, from L2 if another pair of that expert has just read them. Tiles read the weights
-of each reached expert once; which experts are reached depends on the routing.
+of each reached expert once, but take more launches. The smaller modeled time decides (`GemvRule.times`), so the number
+of pairs and their weights count, not that of tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from moe_core.kernels.gemm.heuristics.cost import MAX_PARTIALS, RESIDENT, RESIDENT_4, steps_of
+from moe_core.kernels.gemm.heuristics.cost import MAX_PARTIALS, RESIDENT, RESIDENT_4, Speed, steps_of
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
-from moe_core.kernels.gemm.heuristics.rules import takes_8_rows
 from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 
-#: Pairs per reached expert up to which GEMV beats tiles on sm_90, for more than one token. Entries: (largest number of
-#: tokens, limit for experts of more than SMALL weights, limit for smaller experts). Admitting more tokens would gain a
-#: few percent under uniform routing, but would lose to tiles under any other routing, where pairs share more experts.
-SHARED: dict[str, tuple[tuple[float, float, float], ...]] = {
-    "int4": ((4, 1.47, 1.47), (12, 1.3, 1.4), (16, 1.3, 1.3), (inf, 1.2, 1.2)),
-    "int8": ((8, 1.5, 1.5), (12, 1.4, 1.4), (inf, 1.15, 1.15)),
-    "e4m3": ((8, 1.07, 1.2), (inf, 1.07, 1.07)),
-    "e2m1": (),
-    "e2m1 by mma.sync": ((8, 1.4, 1.4),),
-    "scaled e4m3 in blocks": ((8, 1.105, 1.25),),
-    "scaled e4m3": ((8, 1.23, 1.25),),
-    "scaled int8": ((8, 1.4, 1.4), (12, 0.0, 1.4)),
-}
-SMALL = 14e6
-#: The same limits on GPUs without tiles of 8 rows.
-SHARED_ELSEWHERE = {"int8": 1.15, "e4m3": 1.07}
-#: Upper bound on these limits for more than FEW tokens where experts are sharded over ranks. Every row received from
-#: another rank has a local expert, so received rows share experts more often than rows that may have none.
-SHARED_SENT = 1.2
-FEW = 4
+#: Largest number of pairs per reached expert for more than FEW tokens where experts are sharded over ranks. Every row
+#: received from another rank has a local expert, so received rows share experts more often than other rows.
+SHARED_SENT, FEW = 1.2, 4
 #: Largest number of tokens for 8-bit weights and activations.
 MOST_SCALED = 12
 #: Bytes of repeated weight reads from which neighboring programs take the same weight rows. Below that, neighboring
@@ -56,10 +39,45 @@ SHORTEST = 256
 DEEP = 4096
 
 
-def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
+@dataclass(frozen=True)
+class GemvRule:
+    """When and how a layer multiplies vectors instead of tiles.
+
+    Attributes:
+        plan: Returns the configurations for a number of tokens.
+        vectors: Speed of vectors. Each pair reads the weights of its expert.
+        tiles: Speed of tiles. Each expert's weights are read once.
+        most: Largest number of tokens. With more, skewed routing makes pairs share experts more often than modeled.
+    """
+
+    plan: Callable[[LayerProblem, int], GemvPlan]
+    vectors: Speed
+    tiles: Speed
+    most: int
+
+    def times(self, problem: LayerProblem, tokens: int) -> tuple[float, float]:
+        """Return the modeled times of vectors and of tiles, under uniform routing.
+
+        Args:
+            problem: Layer properties that do not change between calls.
+            tokens: Number of tokens of the call.
+
+        Returns:
+            Both times in µs.
+        """
+        plan, pairs = self.plan(problem, tokens), tokens * problem.top_k
+        rows = plan.gemm2.block_n // (problem.top_k if plan.fuse_finalize else 1)
+        loaded1 = steps_of(problem.width, plan.gemm1.block_n) * problem.hidden_size
+        loaded2 = steps_of(problem.hidden_size, rows) * problem.intermediate_size
+        vectors = self.vectors.time(pairs * problem.expert_bytes, pairs * (loaded1 + loaded2))
+        return vectors, self.tiles.time(problem.reached(tokens) * problem.expert_bytes)
+
+
+def choose_gemv(rule: GemvRule | None, problem: LayerProblem, tokens: int) -> GemvPlan | None:
     """Return the plan for one token, or for a few that share few experts; None for more.
 
     Args:
+        rule: Rule of the layer's element type; None without such kernels.
         problem: Layer properties that do not change between calls.
         tokens: Number of tokens of the call.
 
@@ -67,91 +85,98 @@ def choose_gemv(problem: LayerProblem, tokens: int) -> GemvPlan | None:
         The plan, or None where tiles are faster.
     """
     pairs, reached = tokens * problem.top_k, problem.reached(tokens)
-    scaled = problem.family == "scaled_mm"
-    by_mma_sync = problem.element == "e2m1" and problem.capability == 90 and not scaled and _has_room(problem)
-    if pairs * problem.hidden_size > MAX_PARTIALS or (scaled and not _takes_scaled(problem)):
+    if rule is None or tokens > rule.most or pairs * problem.hidden_size > MAX_PARTIALS:
         return None
-    shared = _shared(problem, tokens, by_mma_sync)
-    if problem.sharded and tokens > FEW:
-        shared = min(shared, SHARED_SENT)
-    if tokens > 1 and pairs > shared * reached:
+    vectors, tiles = rule.times(problem, tokens)
+    if vectors > tiles or (problem.sharded and tokens > FEW and pairs > SHARED_SENT * reached):
         return None
-    if scaled:
-        plan = _scaled_plan(problem, tokens)
-    else:
-        pdl = 90 <= problem.capability < 120
-        plan = _mma_sync_plan(problem, tokens) if by_mma_sync else _words_plan(problem, tokens, pdl)
-        plan = replace(plan, fuse_finalize=problem.top_k == 1)
-    along_m = (pairs - reached) * _expert(problem) * problem.bits / 8 >= AGAIN
+    plan, along_m = rule.plan(problem, tokens), (pairs - reached) * problem.expert_bytes >= AGAIN
     gemm1, gemm2 = (replace(config, along_m=along_m) for config in (plan.gemm1, plan.gemm2))
     return replace(plan, gemm1=gemm1, gemm2=gemm2)
 
 
-def _shared(problem: LayerProblem, tokens: int, by_mma_sync: bool) -> float:
-    """Return the pairs per reached expert up to which GEMV beats tiles.
+def _relative(pairs: float) -> tuple[Speed, Speed]:
+    """Return speeds of vectors and tiles where as many pairs as that per reached expert take equal times."""
+    return Speed(0, pairs), Speed(0, 1)
 
-    The result is 0 above every token limit. Compared with int4 tiles of 16 rows, a pair takes two thirds of the time of
-    an expert, and an expert takes less time the more experts there are. Tiles of small experts use memory bandwidth
-    worse. For int8, pairs are cheapest and tiles most expensive.
+
+def scaled_gemv(problem: LayerProblem) -> GemvRule | None:
+    """Return the rule for 8-bit weights and activations: two or three launches instead of four or five.
+
+    Measured on sm_90 only. Speeds are those of an H200 for the times at which tiles become faster.
+
+    Args:
+        problem: The layer.
+
+    Returns:
+        The rule, or None if the kernel does not support the layer.
     """
-    element, scaled = problem.element, problem.family == "scaled_mm"
-    if element == "int4" and not takes_8_rows(problem):
-        return 1.55 - tokens / 64
-    if not scaled and problem.capability != 90 and element in SHARED_ELSEWHERE:
-        return SHARED_ELSEWHERE[element]
-    kind: str = "e2m1 by mma.sync" if by_mma_sync else element
-    if scaled:
-        kind = f"scaled {element} in blocks" if element == "e4m3" and problem.group_size != -1 else f"scaled {element}"
-    # With one pair per token there is little else to read.
-    small = _expert(problem) <= SMALL or (element == "int4" and problem.top_k == 1)
-    return next((limits[small] for most, *limits in SHARED[kind] if tokens <= most), 0.0)
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    if problem.capability != 90 or not problem.may_split or hidden % 16 or inner % 16 or not _has_room(problem):
+        return None
+    if problem.element == "int8":
+        return GemvRule(_scaled_plan, Speed(9.5, 5.4), Speed(29.5, 5.3), MOST_SCALED)
+    # Tiles with scales per channel take more launches.
+    tiles = Speed(21, 4.75) if problem.group_size == -1 else Speed(16, 5.0)
+    return GemvRule(_scaled_plan, Speed(10, 5.5, 0.6), tiles, 8)
 
 
-def _expert(problem: LayerProblem) -> int:
-    """Return the number of weights of an expert."""
-    return problem.hidden_size * problem.intermediate_size * (3 if problem.gated else 2)
+#: Speeds of vectors and of tiles by element type on sm_90, with 16-bit activations.
+WORDS = {
+    "int4": (Speed(8.5, 4.5), Speed(21, 4.3)),
+    "int8": (Speed(8.5, 5.4), Speed(13, 3.6)),
+    "e4m3": (Speed(9, 4.6), Speed(13, 4.3)),
+}
+
+
+def words_gemv(problem: LayerProblem) -> GemvRule:
+    """Return the rule for 16-bit activations and repacked weights.
+
+    Args:
+        problem: The layer.
+
+    Returns:
+        The rule.
+    """
+    hopper, element = problem.capability == 90, problem.element
+    if element == "e2m1" and hopper and _has_room(problem):
+        return GemvRule(_mma_sync_plan, Speed(6, 3.2), Speed(15, 3.4), 12)
+    # Without tiles of 8 rows, tiles take longer.
+    speeds = _relative({"int4": 1.47, "int8": 1.15, "e4m3": 1.07}.get(element, 1.01))
+    if hopper and problem.dtype_bytes == 2:
+        speeds = WORDS.get(element, speeds)
+    return GemvRule(_words_plan, *speeds, 12)
 
 
 def _has_room(problem: LayerProblem) -> bool:
     return max(problem.hidden_size, problem.intermediate_size) <= LONGEST[problem.element]
 
 
-def _takes_scaled(problem: LayerProblem) -> bool:
-    """Whether the GEMV handles 8-bit weights and activations.
-
-    It takes two or three launches instead of four or five. Measured on sm_90 only.
-    """
-    hidden, size = problem.hidden_size, problem.intermediate_size
-    if problem.capability != 90 or problem.bits != 8 or not problem.may_split or hidden % 16 or size % 16:
-        return False
-    return _has_room(problem)
-
-
 def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
-    halves = 2 if problem.gated else 1
-    rows = _rows_of_half(problem, tokens)
-    deep = problem.element == "int8" and rows == 16 and problem.hidden_size >= DEEP
-    gemm1 = GemvConfig(max(rows * halves, 16), 128, 8, num_stages=3 if deep else 2)
+    rows = _gemm1_rows(problem, tokens)
+    deep = problem.element == "int8" and rows == 32 and problem.hidden_size >= DEEP
+    gemm1 = GemvConfig(rows, 128, 8, num_stages=3 if deep else 2)
     fused = _fused_gemm2(problem, tokens)
     if fused is not None:
         return GemvPlan(gemm1, fused, pdl=True, fuse_finalize=True)
-    if problem.intermediate_size <= LONG:
+    size = problem.intermediate_size
+    # Long steps of 512 columns, unless the last one is mostly padding.
+    if size <= LONG or 512 * steps_of(size, 512) > 1.1 * size:
         return GemvPlan(gemm1, GemvConfig(32, 32, 4, num_stages=2), pdl=True)
     return GemvPlan(gemm1, GemvConfig(16, 128, 4, num_stages=4), pdl=True)
 
 
-def _rows_of_half(problem: LayerProblem, tokens: int) -> int:
-    """Return the rows of each half per gemm1 program: 16, or 8 for twice as many programs.
+def _gemm1_rows(problem: LayerProblem, tokens: int) -> int:
+    """Return the weight rows per gemm1 program, of both halves: 32, or 16 for twice as many programs.
 
-    With block scales, a small number of programs works best in full waves of the GPU: programs of 16 rows take twice as
-    long.
+    Every program quantizes its vector, so more rows are better. With block scales, a small number of programs works
+    best in full waves of the GPU: programs of 32 rows take twice as long.
     """
-    size, top_k = problem.intermediate_size, problem.top_k
     if problem.group_size == -1:
-        return 16 if top_k * steps_of(size, 16) >= RESIDENT else 8
-    programs, twice = (tokens * top_k * steps_of(size, rows) for rows in (16, 8))
+        return 32 if problem.top_k * steps_of(problem.width, 32) >= RESIDENT else 16
+    programs, twice = (tokens * problem.top_k * steps_of(problem.width, rows) for rows in (32, 16))
     fills = programs >= 2 * RESIDENT
-    return 16 if fills or 2 * steps_of(programs, RESIDENT) <= steps_of(twice, RESIDENT) else 8
+    return 32 if fills or 2 * steps_of(programs, RESIDENT) <= steps_of(twice, RESIDENT) else 16
 
 
 def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
@@ -180,20 +205,21 @@ def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
 
 def _mma_sync_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     """Return the `mma.sync` plan; all four warps share long rows."""
+    finalize = problem.top_k == 1
     if problem.hidden_size <= 2048:
         config = GemvConfig(32, 64, 4, mma_sync=True)
-        return GemvPlan(config, config, pdl=True)
+        return GemvPlan(config, config, pdl=True, fuse_finalize=finalize)
     # Few programs: prefetch more of each row.
     ahead = 192 if tokens == 1 else 128
-    return GemvPlan(GemvConfig(16, 128, 4, mma_sync=True), GemvConfig(16, ahead, 4, mma_sync=True), pdl=True)
+    gemm1, gemm2 = (GemvConfig(16, words, 4, mma_sync=True) for words in (128, ahead))
+    return GemvPlan(gemm1, gemm2, pdl=True, fuse_finalize=finalize)
 
 
-def _words_plan(problem: LayerProblem, tokens: int, pdl: bool) -> GemvPlan:
+def _words_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     hidden, size, bits = problem.hidden_size, problem.intermediate_size, problem.bits
-    rows = problem.top_k * size * (2 if problem.gated else 1)
-    gemm1 = _config(problem, rows, tokens, steps_of(hidden) * 4 * bits, 16)
+    gemm1 = _config(problem, problem.top_k * problem.width, tokens, steps_of(hidden) * 4 * bits, 16)
     gemm2 = _config(problem, problem.top_k * hidden, tokens, steps_of(size) * 4 * bits, 32)
-    return GemvPlan(gemm1, gemm2, pdl)
+    return GemvPlan(gemm1, gemm2, pdl=90 <= problem.capability < 120, fuse_finalize=problem.top_k == 1)
 
 
 def _config(problem: LayerProblem, rows: int, tokens: int, words: int, block_n: int) -> GemvConfig:

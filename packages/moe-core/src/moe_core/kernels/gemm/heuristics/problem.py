@@ -88,6 +88,11 @@ class LayerProblem:
         """Rows of gemm1's weights per expert, of both halves if gated."""
         return self.intermediate_size * (2 if self.gated else 1)
 
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of an expert's weights, without scales."""
+        return self.hidden_size * (self.width + self.intermediate_size) * self.bits / 8
+
     def rows_per_expert(self, tokens: int) -> float:
         """Return the mean number of rows per expert.
 

@@ -26,6 +26,7 @@ from moe_core.kernels.gemm.heuristics.cost import (
     expected_tiles,
     steps_of,
 )
+from moe_core.kernels.gemm.heuristics.gemv import GemvRule, scaled_gemv, words_gemv
 from moe_core.kernels.gemm.heuristics.problem import Family, LayerProblem
 from moe_core.kernels.gemm.heuristics.regimes import LONG_LOOP, NEVER, WHOLE, Change, Regime, Split, Tile, within
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
@@ -425,25 +426,27 @@ class LaunchRules:
         overlapping_pairs: The same limit in pairs.
         registers: Register limit per thread by rows of a tile of 128 columns and four warps. With it an SM of sm_90
             holds `PROGRAMS` programs of a GEMM, one more than with the compiler's own choice.
+        gemv: Returns when and how a layer multiplies vectors instead of tiles, or None.
     """
 
     regimes: Callable[[LayerProblem], Regimes]
     overlapping_rows: float = 128
     overlapping_pairs: float = inf
     registers: Mapping[int, int] = field(default_factory=dict)
+    gemv: Callable[[LayerProblem], GemvRule | None] = lambda problem: None
 
 
 #: Nothing spills, except 8 bytes for float16 with zero points. With 16 rows, e2m1 takes few registers anyway. 8-bit
 #: words were slower, or not measured.
-_MIXED = LaunchRules(mixed, registers={32: 168})
+_MIXED = LaunchRules(mixed, registers={32: 168}, gemv=words_gemv)
 #: Launch rules by kernel family and element type of the weights; `add_rules` adds to them.
 _RULES: dict[tuple[Family, str], LaunchRules] = {
-    ("scaled_mm", "e4m3"): LaunchRules(scaled),
-    ("scaled_mm", "int8"): LaunchRules(scaled),
+    ("scaled_mm", "e4m3"): LaunchRules(scaled, gemv=scaled_gemv),
+    ("scaled_mm", "int8"): LaunchRules(scaled, gemv=scaled_gemv),
     # Of few programs that start early, SMs get uneven numbers.
     ("scaled_mm", "int4"): LaunchRules(decoded, overlapping_rows=inf, overlapping_pairs=64),
     ("scaled_mm", "e2m1"): LaunchRules(scaled_e2m1, overlapping_pairs=-1),
-    ("mixed_input", "int4"): LaunchRules(mixed, registers={16: 128, 32: 168}),
+    ("mixed_input", "int4"): LaunchRules(mixed, registers={16: 128, 32: 168}, gemv=words_gemv),
     **{("mixed_input", element): _MIXED for element in ("int8", "e4m3", "e2m1")},
     **{("as_stored", element): LaunchRules(decoded) for element in ("int4", "int8", "e4m3", "e2m1")},
 }
