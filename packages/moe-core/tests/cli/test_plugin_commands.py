@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from moe_core.cli import installed
-from moe_core.cli.grammar import _COMMANDS
+from moe_core.cli.grammar import COMMANDS
 
 GREET = """
 from moe_core.api.command_line import Command, whole
@@ -72,7 +72,7 @@ def install(plain: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cal
 
 
 def test_own_commands_have_their_names_reserved() -> None:
-    assert tuple(_COMMANDS) == installed.OWN
+    assert tuple(COMMANDS) == installed.OWN
 
 
 def test_a_command_runs(install: Callable[..., None], moe: Any) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moe_core.cli.checks import shape_of
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
         if args.weight_key is not None or args.activation_key is not None or args.scheme not in (None, online.scheme):
             raise ConfigError(f"--quantize {online.name} says the scheme ({online.scheme}) and the keys by itself")
         args.scheme = online.scheme
-    experts, top_k, hidden, inter = shape_of(args.shape)
+    experts, top_k, hidden, inter = args.shape
     config = FusedMoEConfig(
         num_experts=experts,
         top_k=top_k,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,22 +35,18 @@ class Explained(NamedTuple):
     fit: Fit | None = None
 
 
-def compare(args: argparse.Namespace, names: list[str], explain: Callable[[argparse.Namespace], Explained]) -> int:
+def compare(args: argparse.Namespace, explain: Callable[[argparse.Namespace], Explained]) -> int:
     """Print one line per device.
 
     Args:
         args: Parsed arguments.
-        names: Names of the devices.
         explain: Explains the layer for the arguments of one device.
 
     Returns:
         Exit code: 2 if nothing fits on one of the devices, 1 if the model does not fit a card, else 0.
     """
-    found = []
-    for name in names:
-        of_one = copy.copy(args)
-        of_one.device = name
-        found.append(explain(of_one))
+    names = args.devices
+    found = [explain(argparse.Namespace(**{**vars(args), "device": name})) for name in names]
     rows = [(*_row(name, one), *_travel(one)) for name, one in zip(names, found, strict=True)]
     over_ranks = found[0].over_ranks
     header, spread = (_HEADER, []) if over_ranks is None else ((*_HEADER, *_OVER_RANKS), [sizes(over_ranks)])

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.cli import _arguments
 from moe_core.cli._output import progress
+from moe_core.cli.grammar import TIMED_SHAPE
+from moe_core.cli.parser import shape
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from moe_core.spec.quant_key import QuantKey
     from moe_core.spec.weights import MoEWeights
 
-DEFAULT_SHAPE = "128,8,2048,768"  # Qwen3-30B-A3B
 #: input sets the benchmark rotates through (defeats the L2 cache)
 INPUTS = 4
 
@@ -89,7 +90,7 @@ def _of_checkpoint(args: argparse.Namespace, checkpoint: Checkpoint, device: tor
 def _of_shape(args: argparse.Namespace, device: torch.device) -> Layer:
     from moe_core.selection.registry import registry
 
-    args.shape = args.shape or DEFAULT_SHAPE
+    args.shape = args.shape or shape(TIMED_SHAPE)
     if args.scheme is None and args.quantize is None:
         # With a single scheme installed there is no choice to make.
         names = [scheme.name for scheme in registry().schemes()]

@@ -7,7 +7,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
-from moe_core.cli.parser import one_of, path, seed, whole
+from moe_core.cli.parser import MOST_TOKENS, at_least, one_of, path, whole
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: help text for commands that run something
@@ -25,15 +25,16 @@ def add_checkpoint(parser: argparse.ArgumentParser, *, optional: bool = False) -
     parser.add_argument("path", metavar="DIR", type=path, nargs="?" if optional else None, help=text)
 
 
-def add_tokens(parser: argparse.ArgumentParser, default: int, text: str) -> None:
+def add_tokens(parser: argparse.ArgumentParser, default: int, text: str, *, least: int = 1) -> None:
     """Add ``--tokens M``.
 
     Args:
         parser: The command's parser.
         default: Default number of tokens.
         text: Help text.
+        least: Smallest number of tokens.
     """
-    parser.add_argument("--tokens", type=whole, default=default, metavar="M", help=text)
+    parser.add_argument("--tokens", type=at_least(least, MOST_TOKENS), default=default, metavar="M", help=text)
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +85,7 @@ def add_seed(parser: argparse.ArgumentParser, text: str) -> None:
         parser: The command's parser.
         text: Help text.
     """
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
+    parser.add_argument("--seed", type=at_least(-(2**63), 2**64 - 1), default=0, metavar="N", help=text)
 
 
 def add_scheme(parser: Any, text: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import re
 import sys
 import traceback
@@ -42,19 +41,22 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises:
         RegistryError: The package of the command does not work.
     """
+    command = arguments.command
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        who = f"moe {command}" if issubclass(category, _TOLD) else "moe"
+        complain(printable(f"{who}: warning: {message}"))
+
     with printing_aside(), warnings.catch_warnings():
         # Commands report these conditions themselves where they matter.
         warnings.simplefilter("ignore", CheckpointWarning)
-        warnings.simplefilter("ignore", FallbackWarning)
-        warnings.showwarning = _warn
         for category in _TOLD:
-            warnings.simplefilter("ignore" if arguments.command == "doctor" else "default", category)
-        warnings.showwarning = functools.partial(_show, warnings.showwarning, arguments.command)
-        result: int = _loaded(arguments.command, arguments.run)(arguments)
-    return result
+            warnings.simplefilter("ignore" if command == "doctor" else "default", category)
+        warnings.showwarning = show
+        return _loaded(arguments.run)(arguments)
 
 
-def _loaded(command: str, path: str) -> Callable[[argparse.Namespace], int]:
+def _loaded(path: str) -> Callable[[argparse.Namespace], int]:
     """Return the function that runs a command; RegistryError if its package does not work."""
     package = path.partition(".")[0]
     with progress(f"loading {package}") if package not in sys.modules else contextlib.nullcontext():
@@ -62,21 +64,6 @@ def _loaded(command: str, path: str) -> Callable[[argparse.Namespace], int]:
     if isinstance(found, Raised):
         raise RegistryError(f"{path} cannot be loaded: {found}; what else is missing: moe doctor") from found.error
     return found  # type: ignore[no-any-return]
-
-
-def _show(
-    usual: Callable[..., None], command: str, message: Warning | str, category: type[Warning], *where: Any, **more: Any
-) -> None:
-    """Show a warning for users in one line, and others as Python does."""
-    if issubclass(category, _TOLD):
-        print(f"moe {command}: warning: {printable(str(message))}", file=sys.stderr)
-    else:
-        usual(message, category, *where, **more)
-
-
-def _warn(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    """Show a warning as one line, without its place in the code."""
-    complain(printable(f"moe: warning: {message}"))
 
 
 def paragraph(error: Exception, *, verbose: bool = False) -> str:

@@ -1,12 +1,12 @@
-"""Arguments of the commands. Nothing here imports torch."""
+"""Arguments of the commands; the docstring of each function here is the command's help. Nothing imports torch."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import math
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from moe_core.cli import installed
 from moe_core.cli.arguments import (
@@ -22,82 +22,81 @@ from moe_core.cli.arguments import (
     add_seed,
     add_tokens,
 )
-from moe_core.cli.checks import (
-    RefusedError,
-    check_file,
-    check_folder,
-    check_origin,
-    check_positive,
-    check_tokens,
-    names_of,
-    token_counts,
-)
+from moe_core.cli.checks import RefusedError, check_file, check_folder, check_origin
 from moe_core.cli.command import Command
-from moe_core.cli.parser import Paragraphs, Parser, meant, path, seconds, shown, whole
+from moe_core.cli.parser import (
+    Paragraphs,
+    Parser,
+    at_least,
+    device_names,
+    meant,
+    path,
+    positive,
+    shape,
+    shown,
+    token_counts,
+    whole,
+)
 
 _ABOUT = "Quantized mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
 FORMATS = ("standard", "batched")
-#: default shape of a timed layer; equals moe_core.cli._layers.DEFAULT_SHAPE
+#: default shape of a timed layer (Qwen3-30B-A3B)
 TIMED_SHAPE = "128,8,2048,768"
 
-_RUN = """\
-The output is the routed experts' weighted sum [M, K], without shared experts.  --input is a safetensors file with
-hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integers) and topk_weights [M, k]; where both
-are given, the top-k pair wins.  --output receives output [M, K] as float32, computed in --dtype.
-
---check compares the output with the float64 reference of the same weights and prints the error beside the tolerance,
-which follows from what a sound implementation rounds.  Exit code 1 where the error is larger.
-
-Over several GPUs: torchrun --nproc-per-node 4 -m moe_core run DIR --tp 2 --ep 2.  Each rank reads its part of the
-layer, the tokens are divided among --dp batches, and the first rank prints."""
-
-_EXPLAIN = """\
-The layer is one of a checkpoint folder, or described by --scheme and --shape.  Prints what was chosen, which preferred
-backends were not and why, and the memory that the layer takes: weights as the backend lays them out, the most that is
-allocated while they are converted, workspace of a call with --tokens tokens.  --all-layers does so for every MoE layer
-of a checkpoint, with the total and the largest.  Exit code 2 where no backend fits.
-
-On a card (--device h100, rtx4090, mi300x …; an architecture is none) it compares what the whole checkpoint needs with
-the card's memory, layers taken to be alike unless --all-layers reads each, and states the floor of a call with 1, 32
-and 4096 tokens: the larger of the experts' bytes over the bandwidth and of operations over the rate of dense products,
-by data sheets.  Exit code 1 where the model cannot fit.
-
-A folder that holds config.json and no weights yet is estimated from it.  DIR may be the name of a model in the local
-Hugging Face cache (owner/name).
-
-With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which prepare/finalize classes (all2all
-backends) go with which backends and why others do not, the bytes and the time of each with --tokens tokens per rank,
-and from how many tokens which is fastest.  Times follow from figures of the machine."""
-
-_BACKENDS = """\
-A table for each scheme: backends in order of preference, GPUs, and whether a backend was tested on one or claims it.
---scheme S --backend B, or -v, prints everything that they claim."""
-
-_BENCH = """\
-The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights).  The floor is the larger
-of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
-a dense product, both measured on this machine, or given (--bandwidth, --rate).  On a GPU eight calls, on inputs that
-take turns, are a CUDA graph.  Times are medians, after as many calls as it takes until they get no faster; the spread
-reaches from the 10th to the 90th percentile.
-
---compare FILE puts the times of an earlier run beside, which --output wrote, and says which moved: "slower" where even
-the 10th percentile is above the 90th of then.  --fail-slower makes that exit code 1.
-
-Over several GPUs: torchrun --nproc-per-node 4 -m moe_core bench --ep 4.  --tokens are those that each rank brings,
-times are those of the slowest rank, and the first rank prints."""
-
-_TUNE = """\
-Times launch configurations of core's own kernels on this GPU for every kind of layer of a checkpoint folder, or for
-one that --scheme and --shape describe, starting from the built-in ones, and writes the best to a tuning profile, a
-JSON file with the figures.  Selection finds your own profile of the GPU ($XDG_CACHE_HOME/moe-core/tuning, by default
-~/.cache); MOE_TUNING=FILE names another, or none.  A profile changes how kernels are launched, never which backend is
-taken nor how numbers are rounded."""
+#: commands of this package by name
+COMMANDS: dict[str, Command] = {}
 
 
-def build() -> argparse.ArgumentParser:
-    """Return the parser of all commands, including those of other packages."""
-    return _build(installed.names())[0]
+def _command(
+    check: Callable[[argparse.Namespace], None] | None = None,
+) -> Callable[[Callable[[argparse.ArgumentParser], None]], None]:
+    """Make a command of the function that adds its arguments; its docstring is the command's summary and help."""
+
+    def register(arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+        name = arguments.__name__.strip("_")
+        summary, _, description = (inspect.getdoc(arguments) or name).partition("\n\n")
+        summary = summary[0].lower() + summary[1:].rstrip(".")
+        COMMANDS[name] = Command(summary, arguments, f"moe_core.cli.commands.{name}:run", description, check)
+
+    return register
+
+
+def build(names: Iterable[str] | None = None) -> Parser:
+    """Return the parser of commands.
+
+    Args:
+        names: Names of the commands; None for all, including those of other packages.
+
+    Returns:
+        The parser; its help lists the commands, and why a command does not work.
+    """
+    names = (*COMMANDS, *installed.names()) if names is None else names
+    found = {name: COMMANDS.get(name) or installed.load(name) for name in names}
+    listed = "\n".join(f"  {name:<10}  {command.summary}" for name, command in found.items())
+    parser = Parser(
+        prog="moe",
+        usage="moe COMMAND …",
+        description=f"{_ABOUT}\n\ncommands:\n{listed}",
+        epilog="moe COMMAND --help says what a command takes. MOE_TRACEBACK=1 shows the traceback of an error.",
+        formatter_class=Paragraphs,
+    )
+    version = importlib.metadata.version("moe-core")
+    about = "print the version of moe-core and exit"
+    parser.add_argument("--version", action="version", version=f"moe-core {version}", help=about)
+    # The description lists the commands.
+    commands = parser.add_subparsers(
+        prog="moe", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    for name, command in found.items():
+        if isinstance(command, Command):
+            about = f"moe {name}: {command.summary}.\n\n{command.description}".rstrip()
+            made = commands.add_parser(name, description=about, formatter_class=Paragraphs)
+            command.arguments(made)
+            made.add_argument("-v", "--verbose", action="store_true", help="everything: all candidates, all reasons")
+            made.add_argument("--json", action="store_true", help="print JSON instead of text")
+            made.set_defaults(run=command.run, precheck=command.check)
+    return parser
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -115,73 +114,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given = list(sys.argv[1:] if argv is None else argv)
     command = next((text for text in given if not text.startswith("-")), None)
     if command is None:
-        parser = _build(installed.names())[0]
-        if not given:
-            parser.print_help()
-            parser.exit()
-        return parser.parse_args(given)
-    parser, commands = _build([] if command in COMMANDS or command not in installed.names() else [command])
-    if command not in commands:
-        parser.error(_unknown(command))
-    arguments, extras = parser.parse_known_args(given)
-    if extras:
-        commands[arguments.command].refuse(extras)
-    return arguments
+        return build().parse_args(given or ["--help"])
+    found = COMMANDS.get(command) or (installed.load(command) if command in installed.names() else None)
+    if not isinstance(found, Command):
+        build([]).error(_unknown(command) if found is None else str(found))
+    return build([command]).parse_args(given)
 
 
 def _unknown(command: str) -> str:
-    """Return the message about a command that does not work or does not exist."""
-    if command in installed.names():
-        return str(installed.load(command))
+    """Return the message about a command that does not exist."""
     package = installed.KNOWN.get(command)
-    if package is not None:
-        # Importing it takes as long as torch, but nothing else can be done here.
-        from moe_core.plugins.install import how_to_install
+    if package is None:
+        return f"unknown command {shown(command)}{meant(command, (*COMMANDS, *installed.names()))}"
+    # Importing it takes as long as torch, but nothing else can be done here.
+    from moe_core.plugins.install import how_to_install
 
-        return f"{command!r} is a command of {package}, which is not installed; add it with: {how_to_install(package)}"
-    return f"unknown command {shown(command)}{meant(command, (*COMMANDS, *installed.names()))}"
-
-
-def _build(others: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser, and the parsers of own commands and of working ``others``."""
-    loaded = {name: installed.load(name) for name in others}
-    known = _COMMANDS | {name: found for name, found in loaded.items() if isinstance(found, Command)}
-    lines = {name: command.summary for name, command in known.items()}
-    lines |= {name: found.reason for name, found in loaded.items() if isinstance(found, installed.CommandFault)}
-    listed = "\n".join(f"  {name:<10}  {line}" for name, line in lines.items())
-    parser = Parser(
-        prog="moe",
-        usage="moe COMMAND …",
-        description=f"{_ABOUT}\n\ncommands:\n{listed}",
-        epilog="moe COMMAND --help says what a command takes.  MOE_TRACEBACK=1 shows the traceback of an error.",
-        formatter_class=Paragraphs,
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of moe-core and exit")
-    commands = parser.add_subparsers(prog="moe", dest="command", required=True, metavar="COMMAND")
-    # The list above is more informative than argparse's.
-    parser._action_groups = [group for group in parser._action_groups if commands not in group._group_actions]
-    built = {}
-    for name, known_command in known.items():
-        command = commands.add_parser(
-            name,
-            description=f"moe {name}: {known_command.summary}.\n\n{known_command.description}".rstrip(),
-            formatter_class=Paragraphs,
-        )
-        known_command.arguments(command)
-        command.add_argument("-v", "--verbose", action="store_true", help="everything: all candidates, all reasons")
-        command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        command.set_defaults(run=known_command.run, precheck=known_command.check)
-        built[name] = command
-    return parser, built
+    return f"{command!r} is a command of {package}, which is not installed; add it with: {how_to_install(package)}"
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        print(f"moe-core {importlib.metadata.version('moe-core')}")
-        parser.exit()
-
-
+@_command()
 def _quickstart(parser: argparse.ArgumentParser) -> None:
+    """Write, load, explain, run and check a small checkpoint."""
     add_scheme(parser, "default: the first that is installed")
     add_device(parser)
     add_backend(parser)
@@ -189,10 +142,28 @@ def _quickstart(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=path, metavar="DIR", help="write the checkpoint there and keep it")
 
 
+def _check_run(args: argparse.Namespace) -> None:
+    check_file(args, "input")
+    check_folder(args)
+
+
+@_command(_check_run)
 def _run(parser: argparse.ArgumentParser) -> None:
+    """Run one MoE layer of a checkpoint on given or random tokens.
+
+    The output is the routed experts' weighted sum [M, K], without shared experts. --input is a safetensors file with
+    hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integers) and topk_weights [M, k]; where
+    both are given, the top-k pair wins. --output receives output [M, K] as float32, computed in --dtype.
+
+    --check compares the output with the float64 reference of the same weights and prints the error beside the
+    tolerance, which follows from what a sound implementation rounds. Exit code 1 where the error is larger.
+
+    Over several GPUs: torchrun --nproc-per-node 4 -m moe_core run DIR --tp 2 --ep 2. Each rank reads its part of the
+    layer, the tokens are divided among --dp batches, and the first rank prints.
+    """
     add_checkpoint(parser)
     _of_checkpoint(parser, activation="by model_type")
-    add_tokens(parser, 32, "random tokens without --input (default: 32)")
+    add_tokens(parser, 32, "random tokens without --input (default: 32)", least=0)
     add_seed(parser, "of the random tokens (default: 0)")
     add_backend(parser)
     add_device(parser)
@@ -203,37 +174,109 @@ def _run(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, "several ranks, each a process of torchrun's")
 
 
+def _check_explain(args: argparse.Namespace) -> None:
+    if args.tp is args.ep is args.dp is None and (args.all2all is not None or args.machine is not None):
+        raise RefusedError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
+    if args.all_layers and (args.path is None or args.layer is not None):
+        raise RefusedError("--all-layers is for a checkpoint folder, without --layer")
+    if args.all_layers and len(args.devices) > 1:
+        raise RefusedError(f"--all-layers is of one device, got --device {','.join(args.devices)}")
+    check_origin(args)
+    if args.path is None and (args.shape is None or args.scheme is args.quantize is None):
+        raise RefusedError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
+    check_folder(args)
+
+
+@_command(_check_explain)
 def _explain(parser: argparse.ArgumentParser) -> None:
+    """Say which backend runs a layer and why, on any GPU.
+
+    The layer is one of a checkpoint folder, or described by --scheme and --shape. Prints what was chosen, which
+    preferred backends were not and why, and the memory that the layer takes: weights as the backend lays them out, the
+    most that is allocated while they are converted, workspace of a call with --tokens tokens. --all-layers does so for
+    every MoE layer of a checkpoint, with the total and the largest. Exit code 2 where no backend fits.
+
+    On a card (--device h100, rtx4090, mi300x …; an architecture is none) it compares what the whole checkpoint needs
+    with the card's memory, layers taken to be alike unless --all-layers reads each, and states the floor of a call with
+    1, 32 and 4096 tokens: the larger of the experts' bytes over the bandwidth and of operations over the rate of dense
+    products, by data sheets. Exit code 1 where the model cannot fit.
+
+    A folder that holds config.json and no weights yet is estimated from it. DIR may be the name of a model in the local
+    Hugging Face cache (owner/name).
+
+    With --tp, --ep or --dp it is about one rank of several, here or elsewhere: which prepare/finalize classes (all2all
+    backends) go with which backends and why others do not, the bytes and the time of each with --tokens tokens per
+    rank, and from how many tokens which is fastest. Times follow from figures of the machine.
+    """
     add_checkpoint(parser, optional=True)
     _of_checkpoint(parser)
     parser.add_argument("--all-layers", action="store_true", help="every MoE layer of the checkpoint, and the total")
     add_tokens(parser, 4096, "of one call, for its workspace (default: 4096)")
-    add_device(parser, "sm90, sm100, gfx950, cpu, h200 …, or several: a100,h100 (default: this machine's)")
+    text = "sm90, sm100, gfx950, cpu, h200 …, or several: a100,h100 (default: this machine's)"
+    parser.add_argument("--device", dest="devices", type=device_names, default=(None,), metavar="D", help=text)
     add_backend(parser)
     add_dtype(parser)
     _shape(parser)
     add_ranks(parser, "a layer over several ranks")
 
 
+@_command()
 def _backends(parser: argparse.ArgumentParser) -> None:
+    """List the installed backends and what they claim.
+
+    A table for each scheme: backends in order of preference, GPUs, and whether a backend was tested on one or claims
+    it. --scheme S --backend B, or -v, prints everything that they claim.
+    """
     add_scheme(parser, "only this scheme's (default: all that are installed)")
     parser.add_argument("--backend", metavar="B", help="only this one, with all that it claims")
 
 
+@_command()
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command has no specific arguments."""
+    """Show versions, GPUs, schemes, what is missing and how to add it."""
 
 
+def _check_bench(args: argparse.Namespace) -> None:
+    if args.fail_slower is not None and args.compare is None:
+        raise RefusedError("--fail-slower needs --compare FILE")
+    check_origin(args)
+    check_file(args, "compare")
+    check_folder(args)
+
+
+@_command(_check_bench)
 def _bench(parser: argparse.ArgumentParser) -> None:
+    """Time a layer per token count, next to the machine's limits.
+
+    The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights). The floor is the
+    larger of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over
+    the rate of a dense product, both measured on this machine, or given (--bandwidth, --rate). On a GPU eight calls, on
+    inputs that take turns, are a CUDA graph. Times are medians, after as many calls as it takes until they get no
+    faster; the spread reaches from the 10th to the 90th percentile.
+
+    --compare FILE puts the times of an earlier run beside, which --output wrote, and says which moved: "slower" where
+    even the 10th percentile is above the 90th of then. --fail-slower makes that exit code 1.
+
+    Over several GPUs: torchrun --nproc-per-node 4 -m moe_core bench --ep 4. --tokens are those that each rank brings,
+    times are those of the slowest rank, and the first rank prints.
+    """
     add_checkpoint(parser, optional=True)
     _of_checkpoint(parser)
-    parser.add_argument("--tokens", default="1,8,32,128", metavar="M,M,…", help="token counts (default: 1,8,32,128)")
+    parser.add_argument(
+        "--tokens",
+        type=token_counts,
+        default="1,8,32,128",
+        metavar="M,M,…",
+        help="token counts (default: 1,8,32,128)",
+    )
     parser.add_argument("--backend", metavar="B,B,…", help="backends by name (default: all that fit)")
     add_device(parser)
-    parser.add_argument("--budget", type=seconds, default=1.0, metavar="S", help="seconds per measurement (default: 1)")
+    parser.add_argument(
+        "--budget", type=positive, default=1.0, metavar="S", help="seconds per measurement (default: 1)"
+    )
     parser.add_argument(
         "--skew",
-        type=seconds,
+        type=at_least(0.0),
         default=0.0,
         metavar="S",
         help="the r-th most popular expert gets tokens in proportion to 1 / r^S (default: 0, all alike; 1: Zipf's law)",
@@ -243,24 +286,39 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", type=path, metavar="F.json", help="an earlier run's --output: what has moved")
     parser.add_argument(
         "--fail-slower",
-        type=seconds,
+        type=at_least(0.0),
         nargs="?",
         const=0.0,
         metavar="P",
         help="with --compare: exit code 1 where a time is longer, beyond the spread and by more than P %% (default: 0)",
     )
-    parser.add_argument("--bandwidth", type=seconds, metavar="GB/s", help="of the floor (default: measured)")
-    parser.add_argument("--rate", type=seconds, metavar="TFLOP/s", help="of the floor (default: measured)")
+    parser.add_argument("--bandwidth", type=positive, metavar="GB/s", help="of the floor (default: measured)")
+    parser.add_argument("--rate", type=positive, metavar="TFLOP/s", help="of the floor (default: measured)")
     add_dtype(parser)
     _shape(parser, TIMED_SHAPE)
     add_ranks(parser, "several ranks, each a process of torchrun's")
 
 
+def _check_tune(args: argparse.Namespace) -> None:
+    check_origin(args)
+    check_folder(args)
+
+
+@_command(_check_tune)
 def _tune(parser: argparse.ArgumentParser) -> None:
+    """Find the best launch configurations for this GPU.
+
+    Times launch configurations of core's own kernels on this GPU for every kind of layer of a checkpoint folder, or for
+    one that --scheme and --shape describe, starting from the built-in ones, and writes the best to a tuning profile, a
+    JSON file with the figures. Selection finds your own profile of the GPU ($XDG_CACHE_HOME/moe-core/tuning, by default
+    ~/.cache); MOE_TUNING=FILE names another, or none. A profile changes how kernels are launched, never which backend
+    is taken nor how numbers are rounded.
+    """
     add_checkpoint(parser, optional=True)
     _of_checkpoint(parser)
     parser.add_argument(
         "--tokens",
+        type=token_counts,
         default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
         metavar="M,M,…",
         help="numbers of tokens; what lies between takes the next larger one's (default: 1,2,4 … 4096)",
@@ -268,85 +326,13 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     add_backend(parser)
     add_device(parser, "cuda, cuda:1 … (default: cuda)")
     parser.add_argument(
-        "--budget", type=seconds, default=180.0, metavar="S", help="seconds for each kind of layer (default: 180)"
+        "--budget", type=positive, default=180.0, metavar="S", help="seconds for each kind of layer (default: 180)"
     )
     parser.add_argument(
         "--output", type=path, metavar="F.json", help="the profile, which keeps its other layers (default: your own)"
     )
     add_dtype(parser)
     _made_up(parser, TIMED_SHAPE)
-
-
-def _check_quickstart(args: argparse.Namespace) -> None:
-    check_tokens(args.tokens)
-
-
-def _check_run(args: argparse.Namespace) -> None:
-    check_tokens(args.tokens, least=0)
-    check_file(args, "input")
-    check_folder(args)
-
-
-def _check_explain(args: argparse.Namespace) -> None:
-    check_tokens(args.tokens)
-    if args.tp is args.ep is args.dp is None and (args.all2all is not None or args.machine is not None):
-        raise RefusedError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
-    names = names_of(args.device)
-    if args.all_layers and (args.path is None or args.layer is not None):
-        raise RefusedError("--all-layers is for a checkpoint folder, without --layer")
-    if args.all_layers and len(names) > 1:
-        raise RefusedError(f"--all-layers is of one device, got --device {args.device!r}")
-    check_origin(args)
-    if args.path is None and (args.shape is None or args.scheme is args.quantize is None):
-        raise RefusedError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
-    check_folder(args)
-
-
-def _check_bench(args: argparse.Namespace) -> None:
-    token_counts(args.tokens)
-    check_positive(args, budget="seconds", bandwidth="GB/s", rate="TFLOP/s")
-    if not 0 <= args.skew < math.inf:
-        raise RefusedError(f"--skew {args.skew}: expected a number of 0 or more")
-    if args.fail_slower is not None and (args.compare is None or not 0 <= args.fail_slower < math.inf):
-        raise RefusedError(f"--fail-slower {args.fail_slower:g}: expected a percentage, beside --compare FILE")
-    check_origin(args)
-    check_file(args, "compare")
-    check_folder(args)
-
-
-def _check_tune(args: argparse.Namespace) -> None:
-    token_counts(args.tokens)
-    check_positive(args, budget="seconds")
-    check_origin(args)
-    check_folder(args)
-
-
-def _own(
-    name: str,
-    summary: str,
-    arguments: Callable[[argparse.ArgumentParser], None],
-    description: str = "",
-    check: Callable[[argparse.Namespace], None] | None = None,
-) -> tuple[str, Command]:
-    return name, Command(summary, arguments, f"moe_core.cli.commands.{name}:run", description, check)
-
-
-_COMMANDS = dict(
-    (
-        _own(
-            "quickstart", "write, load, explain, run and check a small checkpoint", _quickstart, check=_check_quickstart
-        ),
-        _own("run", "run one MoE layer of a checkpoint on given or random tokens", _run, _RUN, _check_run),
-        _own("explain", "say which backend runs a layer and why, on any GPU", _explain, _EXPLAIN, _check_explain),
-        _own("backends", "list the installed backends and what they claim", _backends, _BACKENDS),
-        _own("doctor", "show versions, GPUs, schemes, what is missing and how to add it", _doctor),
-        _own("bench", "time a layer per token count, beside the machine's limits", _bench, _BENCH, _check_bench),
-        _own("tune", "find the best launch configurations for this GPU", _tune, _TUNE, _check_tune),
-    )
-)
-
-#: commands of this package
-COMMANDS = installed.OWN
 
 
 def _of_checkpoint(parser: argparse.ArgumentParser, activation: str = "by model_type, silu without DIR") -> None:
@@ -385,6 +371,6 @@ def _made_up(parser: argparse.ArgumentParser, default: str = "") -> None:
     add_scheme(group, "quantization scheme, e.g. fp8")
     sizes = "experts, experts per token, hidden and intermediate size"
     stated = f" (default: {default})" if default else ""
-    group.add_argument("--shape", metavar="E,k,K,N", help=sizes + stated)
+    group.add_argument("--shape", type=shape, metavar="E,k,K,N", help=sizes + stated)
     group.add_argument("--weight-key", metavar="NAME", help="e.g. kFp8Static128BlockSym[64x128] (default: the first)")
     group.add_argument("--bias", action="store_true", help="the experts have biases")

@@ -37,6 +37,11 @@ class CommandFault:
     origin: str
     reason: str
 
+    @property
+    def summary(self) -> str:
+        """Text of the list of commands."""
+        return self.reason
+
     def __str__(self) -> str:
         return f"command {self.name!r} of {self.origin} is left out: {self.reason}"
 

@@ -97,7 +97,7 @@ def test_the_batched_format(moe: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--tokens", "0"), "--tokens 0: expected 1 or more"),
+        (("--tokens", "0"), "argument --tokens: expected 1 or more"),
         (("--all-layers",), "--all-layers is for a checkpoint folder"),
         (("--layer", "1"), "--layer is for a checkpoint folder, and none is given"),
         (("--stack", "talker"), "--stack is for a checkpoint folder"),

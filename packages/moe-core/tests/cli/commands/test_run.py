@@ -304,7 +304,7 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
         (("--device", "sm90"), ("--device sm90: expected a device of this machine", "moe explain takes others")),
         (("--device", "cuda:63"), ("--device cuda:63: torch",)),
         (("--device", "meta"), ("--device meta: expected cpu, cuda or xpu",)),
-        (("--tokens", "-1"), ("--tokens -1: expected 0 or more",)),
+        (("--tokens", "-1"), ("argument --tokens: expected 0 or more",)),
         (
             ("--tokens", "1000000000000"),
             ("--tokens 1000000000000: out of memory: they take 128000000000000 bytes, this machine",),

@@ -167,8 +167,8 @@ def test_explain_and_bench_say_what_is_used(moe: Moe, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ((*LAYER, "--budget", "0"), "--budget 0.0: expected a positive number of seconds"),
-        ((*LAYER, "--tokens", "x"), "--tokens 'x': expected positive integers"),
+        ((*LAYER, "--budget", "0"), "argument --budget: expected a positive number"),
+        ((*LAYER, "--tokens", "x"), "argument --tokens: expected an integer"),
         ((*LAYER, "--output", "/nowhere/p.json"), "the folder /nowhere does not exist"),
         ((*LAYER[:-1], "torch"), "chooses its launches itself, so that there is nothing to tune; --backend marlin or"),
     ],

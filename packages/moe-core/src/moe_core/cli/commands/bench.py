@@ -1,10 +1,4 @@
-"""``moe bench``: time of a layer per token count and backend, next to the machine's limits.
-
-The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights). The floor is the larger
-of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over the rate of
-a dense product. Both limits are measured on this machine or given. On a GPU, calls are CUDA graphs over rotating
-inputs. Times are medians.
-"""
+"""``moe bench``: time of a layer per token count and backend, next to the machine's limits."""
 
 from __future__ import annotations
 
@@ -20,7 +14,6 @@ from moe_core.cli._bench_ranks import RankLayer, measure_ranks
 from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer
 from moe_core.cli._output import check_spares, duration, emit, progress, table
 from moe_core.cli._ranks import Ranks, ranks_of
-from moe_core.cli.checks import token_counts
 from moe_core.selection.report import SelectionError
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import distribution_version
@@ -53,7 +46,7 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     from moe_core.cli._comparison import compare, read_results, slower
     from moe_core.spec.quant_key import key_name
 
-    counts = token_counts(args.tokens)
+    counts = args.tokens
     earlier = None if args.compare is None else read_results(args.compare)
     for path in (args.output, args.svg):
         if path is not None and (ranks is None or ranks.is_first):

@@ -15,7 +15,6 @@ from moe_core.cli._devices import Explained, compare
 from moe_core.cli._fit import fit_lines, fit_of, floor_lines, floors_of, other_bytes, total_floor
 from moe_core.cli._output import emit
 from moe_core.cli._select import select, select_over_ranks
-from moe_core.cli.checks import names_of
 from moe_core.cli.terminal.console import complain
 
 if TYPE_CHECKING:
@@ -34,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
+    if len(args.devices) > 1:
+        return compare(args, _explain)
+    args.device = args.devices[0]
     if args.all_layers:
         return explain_all(args)
-    names = names_of(args.device)
-    if len(names) > 1:
-        return compare(args, names, _explain)
     one = _explain(args)
     emit(args.json, one.data, one.text)
     if not one.fits:

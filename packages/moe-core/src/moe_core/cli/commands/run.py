@@ -1,10 +1,4 @@
-"""``moe run``: run one MoE layer of a checkpoint folder on given or random tokens.
-
-The output is the routed experts' weighted sum ``[M, K]``, without shared experts. --input is a safetensors file with
-hidden_states ``[M, K]`` and either router_logits ``[M, E]`` or topk_ids ``[M, k]`` (integers) and topk_weights ``[M,
-k]``. If both are given, the top-k tensors take precedence. --output receives output ``[M, K]`` as float32, computed in
---dtype.
-"""
+"""``moe run``: run one MoE layer of a checkpoint folder on given or random tokens."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from moe_core._support.atomic_write import check_writable, write_whole, writing
 from moe_core.cli import _arguments
 from moe_core.cli._layers import Layer, kinds_of_layers
 from moe_core.cli._output import check_spares, emit, locked, progress, table
-from moe_core.cli.checks import token_counts
 from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    counts = token_counts(args.tokens)
+    counts = args.tokens
     device, gpu = _gpu(args.device)
     path = _path(args, gpu)
     # Refuse a file that cannot be replaced before anything is measured.
