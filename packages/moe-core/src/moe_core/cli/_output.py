@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from moe_core._support.atomic_write import check_writable, writing
 from moe_core.cli.terminal.console import progress as progress
 from moe_core.cli.terminal.console import say
@@ -95,46 +97,19 @@ def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None)
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on ``path`` between processes, from reading it until it is written.
 
-    It waits for other holders. The lock is a file next to ``path``, removed afterwards. Systems and file systems
-    without such locks proceed without one.
+    It waits for other holders. The lock is a file next to ``path``, which remains. File systems without such locks
+    proceed without one.
 
     Raises:
         ConfigError: The lock file cannot be made.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
     target = Path(os.path.realpath(path))
     lock = target.with_name(f".{target.name[:200]}.lock")
-    while True:
-        check_writable(lock)
-        with writing(path):
-            descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
-        try:
-            # Some network file systems refuse locks.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_at(descriptor, lock):
-                # The previous holder removed the file, so other processes lock a new one.
-                continue
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):
-                    lock.unlink()
-            return
-        finally:
-            os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one at ``path``."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    check_writable(lock)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):
+            held.enter_context(FileLock(lock))
+        yield
 
 
 @contextlib.contextmanager
