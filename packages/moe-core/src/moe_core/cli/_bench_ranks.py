@@ -4,127 +4,109 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moe_core.cli import _arguments
 from moe_core.cli._layers import INPUTS, Layer, random_call
 from moe_core.cli._output import progress
-from moe_core.parallel.distributed.cost import products_of
+from moe_core.cli._timing import measure
 from moe_core.parallel.distributed.uniform_routing import active_experts
 from moe_core.spec.config import TokenSharing
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moe_core.cli._machine import Limits
     from moe_core.cli._prepare_finalize import PrepareFinalizeCandidate
     from moe_core.cli._ranks import Ranks
-    from moe_core.parallel.distributed import ParallelGroups
-    from moe_core.parallel.shard import LayerShard
-    from moe_core.spec.weights import MoEWeights
-
-
-@dataclass(frozen=True, eq=False)
-class RankLayer:
-    """A rank's shard of a layer, and the prepare/finalize classes to measure.
-
-    Attributes:
-        layer: The whole layer.
-        shard: This rank's shard.
-        names: Names of the prepare/finalize classes.
-        groups: Process groups of the ranks.
-        ranks: The ranks.
-    """
-
-    layer: Layer
-    shard: LayerShard
-    names: tuple[str, ...]
-    groups: ParallelGroups
-    ranks: Ranks
-
-    @staticmethod
-    def of(args: argparse.Namespace, layer: Layer, weights: MoEWeights, ranks: Ranks, most: int) -> RankLayer:
-        """Shard the weights of the whole layer, for calls with at most ``most`` tokens per rank.
-
-        The classes are all that fit, or the requested one ("auto": the fastest according to the machine's figures).
-        """
-        from moe_core.cli import _arguments
-        from moe_core.parallel.shard import shard_layer
-
-        keys = weights.weight_key, weights.activation_key
-        config, cuts = _arguments.cuts_of(layer.config, keys, ranks.parallel)
-        found, chosen, cut = ranks.choose(args, layer.scheme, config, cuts, most)
-        names = (chosen.name,) if args.all2all is not None else tuple(c.name for c in found.candidates if c.fits)
-        shard = shard_layer(layer.config, weights, ranks.parallel, cut=cut)
-        return RankLayer(layer, shard, names, ranks.groups(chosen), ranks)
-
-    def candidate(self, args: argparse.Namespace, name: str, tokens: int) -> PrepareFinalizeCandidate:
-        """Return the candidate of that name, with its cost for ``tokens`` per rank."""
-        from moe_core.cli import _arguments
-
-        keys = self.layer.weight_key, self.layer.activation_key
-        config, cuts = _arguments.cuts_of(self.layer.config, keys, self.ranks.parallel)
-        asked = argparse.Namespace(**{**vars(args), "all2all": name})
-        return self.ranks.choose(asked, self.layer.scheme, config, cuts, tokens)[1]
+    from moe_core.cli._timing import Timing
+    from moe_core.runtime.kernel import FusedMoEKernel
 
 
 def measure_ranks(
-    args: argparse.Namespace, part: RankLayer, counts: Sequence[int], limits: Limits
+    args: argparse.Namespace, layer: Layer, ranks: Ranks, counts: Sequence[int], limits: Limits
 ) -> Iterator[dict[str, Any]]:
     """Yield the measurement of each prepare/finalize class and number of tokens per rank.
 
-    All ranks call this and get the same results.
+    The classes are all that fit, or the requested one ("auto": the fastest according to the machine's figures). All
+    ranks call this and get the same results.
     """
-    from moe_core.cli._timing import measure
+    from moe_core.parallel.shard import shard_layer
     from moe_core.selection.registry import registry
 
-    oracle, ranks, device = registry().oracle(part.layer.scheme), part.ranks, part.ranks.device
-    parallel = ranks.parallel
-    for name in part.names:
-        candidate = part.candidate(args, name, max(counts))
-        selection = candidate.selection
+    oracle, device, parallel = registry().oracle(layer.scheme), ranks.device, ranks.parallel
+    rank_config, cuts = _arguments.cuts_of(layer.config, (layer.weight_key, layer.activation_key), parallel)
+
+    def candidate(name: str, tokens: int) -> PrepareFinalizeCandidate:
+        """Return the candidate of that name, with its cost for ``tokens`` per rank."""
+        asked = argparse.Namespace(**{**vars(args), "all2all": name})
+        return ranks.choose(asked, layer.scheme, rank_config, cuts, tokens)[1]
+
+    with progress("loading the weights"):
+        weights = layer.weights()
+    found, chosen, cut = ranks.choose(args, layer.scheme, rank_config, cuts, max(counts))
+    names = (chosen.name,) if args.all2all is not None else tuple(c.name for c in found.candidates if c.fits)
+    shard = shard_layer(layer.config, weights, parallel, cut=cut)
+    all_groups = ranks.groups(chosen)
+    del weights
+    for name in names:
+        fitting = candidate(name, max(counts))
+        selection = fitting.selection
         if selection is None:
             continue
-        groups = part.groups.with_tokens(parallel.dp_size, name)
+        groups = all_groups.with_tokens(parallel.dp_size, name)
         with progress(f"{name}, {selection.backend}: converting the weights"):
-            movement = candidate.cls(selection.config, groups)
-            weights = oracle.convert(selection, part.shard.weights)
-            kernel = oracle.make_kernel(selection, weights, prepare_finalize=movement)
+            movement = fitting.cls(selection.config, groups)
+            converted = oracle.convert(selection, shard.weights)
+            kernel = oracle.make_kernel(selection, converted, prepare_finalize=movement)
         # Classes that move tokens know the placement of the experts.
         known = parallel.token_sharing is not TokenSharing.ALL
-        expert_map = None if known else part.shard.expert_map
+        expert_map = None if known else shard.expert_map
         whole = replace(selection.config, parallel=type(parallel)(), num_local_experts=None)
         for count in counts:
-            told = [count] * parallel.dp_size if known else None
             seeds = [1000 * parallel.dp_rank + seed for seed in range(INPUTS)]
             inputs = [random_call(whole, count, device, seed, skew=args.skew) for seed in seeds]
-            calls = [
-                functools.partial(
-                    kernel.apply, x, topk_weights=weight, topk_ids=ids, expert_map=expert_map, tokens_per_rank=told
-                )
-                for x, weight, ids in inputs
-            ]
+            options: dict[str, Any] = {"expert_map": expert_map}
+            if known:
+                options["tokens_per_rank"] = [count] * parallel.dp_size
             with progress(f"{name}, {selection.backend}: {count} tokens per rank"):
+                calls = calls_of(kernel, inputs, **options)
                 calls[0]()  # The first call lets prepare/finalize find out whether it is capturable.
                 graph = movement.capturable and selection.experts.claims.cuda_graph
                 timing = measure(calls, device, graph=graph, budget=args.budget, slowest=ranks.slowest)
-            median, low, high = map(ranks.slowest, (timing.median, timing.low, timing.high))
             config, every = selection.config, count * parallel.dp_size
             active = active_experts(config.num_experts, config.local_experts, config.top_k, every)
-            states = 2 * count * config.hidden_size * config.dtype.itemsize
-            moved = weights.nbytes / config.local_experts * active + states
-            floor = limits.floor(moved, products_of(config, every))
-            cost = part.candidate(args, name, count).cost
+            floor = limits.floor(config, converted.nbytes, active, count, every)[0]
+            cost = candidate(name, count).cost
             yield {
-                "backend": f"{name} {selection.backend}",
+                **timed_result(f"{name} {selection.backend}", count, active, timing, floor),
                 "prepare_finalize": name,
-                "tokens": count,
-                "active_experts": active,
-                "seconds": median,
-                "seconds_p10_p90": [low, high],
-                "calls": timing.calls,
-                "cuda_graph": timing.graph,
-                "floor_seconds": floor,
-                "time_over_floor": median / floor,
                 "predicted_seconds": None if cost is None else cost.seconds,
                 "predicted": None if cost is None else cost.as_dict(),
             }
+
+
+def calls_of(
+    kernel: FusedMoEKernel, inputs: Sequence[tuple[Tensor, Tensor, Tensor]], **options: Any
+) -> list[Callable[[], object]]:
+    """Return a call of the kernel for each of ``inputs``: hidden states, router weights and expert ids."""
+    return [
+        functools.partial(kernel.apply, x, topk_weights=weights, topk_ids=ids, **options) for x, weights, ids in inputs
+    ]
+
+
+def timed_result(backend: str, tokens: int, active: float, timing: Timing, floor: float) -> dict[str, Any]:
+    """Return the JSON-ready result of one backend and number of tokens."""
+    return {
+        "backend": backend,
+        "tokens": tokens,
+        "active_experts": active,
+        "seconds": timing.median,
+        "seconds_p10_p90": [timing.low, timing.high],
+        "calls": timing.calls,
+        "cuda_graph": timing.graph,
+        "floor_seconds": floor,
+        "time_over_floor": timing.median / floor,
+    }

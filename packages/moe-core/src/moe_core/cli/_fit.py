@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from moe_core.cli import _report
 from moe_core.cli._machine import Limits
 from moe_core.cli._output import bytes_text, duration
-from moe_core.parallel.distributed.cost import products_of
 from moe_core.parallel.distributed.uniform_routing import active_experts
 from moe_core.spec.cards import card_of
 
@@ -162,10 +161,7 @@ def floors_of(report: SelectionReport, memory: LayerMemory) -> Floors | None:
     calls = []
     for tokens in TOKENS:
         active = active_experts(config.num_experts, config.local_experts, config.top_k, tokens)
-        states = 2 * tokens * config.hidden_size * config.dtype.itemsize
-        moved = memory.weights / config.local_experts * active + states
-        seconds = limits.floor(moved, products_of(config, tokens))
-        calls.append(Floor(tokens, seconds, "memory" if seconds == moved / limits.bandwidth else "products"))
+        calls.append(Floor(tokens, *limits.floor(config, memory.weights, active, tokens)))
     return Floors(limits, tuple(calls))
 
 

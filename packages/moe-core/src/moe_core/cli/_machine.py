@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_core.cli._timing import measure
+from moe_core.parallel.distributed.cost import products_of
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_key import QuantKey
 
@@ -27,9 +28,22 @@ class Limits:
     rate: float
     product: str
 
-    def floor(self, moved_bytes: float, operations: float) -> float:
-        """Return the minimum time of the work, in seconds."""
-        return max(moved_bytes / self.bandwidth, operations / self.rate)
+    def floor(
+        self, config: FusedMoEConfig, weight_bytes: float, active: float, tokens: int, every: int | None = None
+    ) -> tuple[float, str]:
+        """Return the minimum time of a call in seconds, and its bound: "memory" or "products".
+
+        Args:
+            config: Config of a rank.
+            weight_bytes: Bytes of the rank's experts.
+            active: Number of experts that have tokens.
+            tokens: Tokens of the rank.
+            every: Tokens of all ranks; None for ``tokens``.
+        """
+        states = 2 * tokens * config.hidden_size * config.dtype.itemsize
+        moved = weight_bytes / config.local_experts * active + states
+        operations = products_of(config, tokens if every is None else every)
+        return max((moved / self.bandwidth, "memory"), (operations / self.rate, "products"), key=lambda one: one[0])
 
 
 def measure_limits(device: torch.device, config: FusedMoEConfig, activation_key: QuantKey | None) -> Limits:

@@ -53,7 +53,7 @@ def measure(
         graph: Whether to capture a CUDA graph.
         budget: Seconds that the measurement may take.
         slowest: For ranks whose calls wait for each other: returns the largest value of any rank, so that all make the
-            same number of calls.
+            same number of calls and get the same timing.
 
     Returns:
         The timing.
@@ -66,7 +66,7 @@ def measure(
     def timed(launches: Sequence[Callable[[], object]]) -> list[float]:
         return [_host_seconds(launch) for launch in launches]
 
-    return _summary(_warm_times(calls, timed, budget, slowest), graph=False)
+    return _summary(_warm_times(calls, timed, budget, slowest), slowest, graph=False)
 
 
 def _warm_times(
@@ -101,11 +101,11 @@ def _measure_cuda(
 ) -> Timing:
     torch.cuda.synchronize()
     if not graph:
-        return _summary(_warm_times(calls, _event_seconds, budget, slowest), graph)
+        return _summary(_warm_times(calls, _event_seconds, budget, slowest), slowest, graph=False)
     short = slowest(statistics.median(_event_seconds(calls))) < SHORT
     held = [*calls] * (-(-IN_GRAPH // len(calls)) if short else 1)
     times = _warm_times([_captured(held)], _event_seconds, budget, slowest)
-    return _summary([seconds / len(held) for seconds in times], graph)
+    return _summary([seconds / len(held) for seconds in times], slowest, graph=True)
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
@@ -138,6 +138,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _summary(times: list[float], graph: bool) -> Timing:
+def _summary(times: list[float], slowest: Callable[[float], float], *, graph: bool) -> Timing:
     tenths = statistics.quantiles(times, n=10, method="inclusive")
-    return Timing(statistics.median(times), tenths[0], tenths[-1], len(times), graph)
+    median, low, high = map(slowest, (statistics.median(times), tenths[0], tenths[-1]))
+    return Timing(median, low, high, len(times), graph)

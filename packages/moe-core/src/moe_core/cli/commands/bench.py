@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core._support.atomic_write import check_writable, write_whole
 from moe_core.cli import _arguments
-from moe_core.cli._bench_ranks import RankLayer, measure_ranks
+from moe_core.cli._bench_ranks import calls_of, measure_ranks, timed_result
 from moe_core.cli._layers import INPUTS, Layer, random_call, the_layer
 from moe_core.cli._output import check_spares, duration, emit, progress, table
 from moe_core.cli._ranks import Ranks, ranks_of
+from moe_core.cli._timing import measure
 from moe_core.selection.report import SelectionError
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import distribution_version
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from moe_core.cli._machine import Limits
-    from moe_core.cli._timing import Timing
-    from moe_core.spec.config import FusedMoEConfig
     from moe_core.spec.weights import MoEWeights
 
 
@@ -62,30 +61,26 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     with torch.inference_mode():
         with progress("measuring the machine"):
             limits = _limits(args, layer, device)
-        with progress("loading the weights"):
-            weights = layer.weights()
         if ranks is not None:
-            part = RankLayer.of(args, layer, weights, ranks, max(counts))
-            del weights
-            results = [*measure_ranks(args, part, counts, limits)]
+            results = [*measure_ranks(args, layer, ranks, counts, limits)]
             if not ranks.is_first:
                 return 0
         else:
+            with progress("loading the weights"):
+                weights = layer.weights()
             results = [
                 result
                 for selection in selections
                 for result in _measure(layer, weights, selection, counts, device, limits, args.budget, args.skew)
             ]
     config = layer.config
+    sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
     data = {
         "layer": layer.what,
         "scheme": layer.scheme,
         "weight_key": key_name(layer.weight_key),
         "activation_key": key_name(layer.activation_key),
-        "num_experts": config.num_experts,
-        "top_k": config.top_k,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **{name: getattr(config, name) for name in sizes},
         "activation": config.activation.value,
         "dtype": str(config.dtype).removeprefix("torch."),
         "activation_format": config.activation_format.value,
@@ -162,7 +157,6 @@ def _measure(
     skew: float,
 ) -> Iterator[dict[str, Any]]:
     """Yield the measurement of the selected backend for each number of tokens."""
-    from moe_core.cli._timing import measure
     from moe_core.selection.registry import registry
 
     oracle = registry().oracle(layer.scheme)
@@ -171,29 +165,11 @@ def _measure(
     for count in counts:
         with progress(f"{selection.backend}: {count} tokens"):
             inputs = [random_call(layer.config, count, device, seed, skew=skew) for seed in range(INPUTS)]
-            calls = [lambda i=i: kernel.apply(i[0], topk_weights=i[1], topk_ids=i[2]) for i in inputs]
-            timing: Timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
+            calls = calls_of(kernel, inputs)
+            timing = measure(calls, device, graph=selection.experts.claims.cuda_graph, budget=budget)
         active = sum(len(set(ids.flatten().tolist())) for _, _, ids in inputs) / len(inputs)
-        floor = limits.floor(*_work(layer.config, weights, count, active))
-        yield {
-            "backend": selection.backend,
-            "tokens": count,
-            "active_experts": active,
-            "seconds": timing.median,
-            "seconds_p10_p90": [timing.low, timing.high],
-            "calls": timing.calls,
-            "cuda_graph": timing.graph,
-            "floor_seconds": floor,
-            "time_over_floor": timing.median / floor,
-        }
-
-
-def _work(config: FusedMoEConfig, weights: MoEWeights, count: int, active: float) -> tuple[float, float]:
-    """Return the (bytes, operations) that cannot be avoided."""
-    per_expert = weights.nbytes / config.local_experts
-    states = 2 * count * config.hidden_size * config.dtype.itemsize
-    products = (config.w13_rows + config.intermediate_size) * config.hidden_size
-    return per_expert * active + states, 2.0 * count * config.top_k * products
+        floor = limits.floor(layer.config, weights.nbytes, active, count)[0]
+        yield timed_result(selection.backend, count, active, timing, floor)
 
 
 def _text(data: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moe_core._support.atomic_write import check_writable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from moe_core.checkpoint import LayerSource
     from moe_core.cli._check import Check
+    from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
     from moe_core.cli._tensors import LayerInput
     from moe_core.layer.layer import FusedMoELayer
     from moe_core.parallel.shard_plan import ColumnCut
@@ -39,10 +40,56 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
+    outcome = run_layer(args, ranks)
+    if ranks is not None and not ranks.is_first:
+        return 0
+    data, over_ranks, check = summary(args, outcome), outcome.over_ranks, outcome.check
+    if over_ranks is not None:
+        data["parallel"] = over_ranks.as_dict()
+    told = [] if over_ranks is None else _prepare_finalize.lines(over_ranks, verbose=args.verbose)
+    emit(args.json, data, _text(data, outcome, args.verbose, told))
+    return 0 if check is None or check.passed else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What running a layer showed.
+
+    Attributes:
+        source: The layer in the checkpoint.
+        layer: The loaded layer.
+        tokens: Its input.
+        output: Its output for all tokens ``[M, K]``, on the CPU.
+        seconds_load: Seconds to load the layer.
+        seconds_run: Seconds of the last call.
+        check: Comparison with the reference, if requested.
+        over_ranks: Prepare/finalize classes over several ranks; None for a single rank.
+    """
+
+    source: LayerSource
+    layer: FusedMoELayer
+    tokens: LayerInput
+    output: Tensor
+    seconds_load: float
+    seconds_run: float
+    check: Check | None
+    over_ranks: PrepareFinalizeSelection | None
+
+
+def run_layer(args: argparse.Namespace, ranks: Ranks | None = None, *, calls: int = 1) -> Outcome:
+    """Load a layer, run it and, if requested, compare its output.
+
+    Args:
+        args: Parsed arguments of ``moe run``.
+        ranks: Ranks of the layer; None for a single one.
+        calls: Number of calls; the first one compiles kernels.
+
+    Returns:
+        The outcome; only the first rank writes and compares the output.
+    """
     from moe_core.checkpoint import Checkpoint
     from moe_core.layer.loading import load_requested
 
-    dtype = _arguments.dtype_of(args.dtype)
     device = _arguments.device_of(args.device) if ranks is None else ranks.device
     checkpoint = Checkpoint.open(args.path)
     source = _arguments.source_of(args, checkpoint)
@@ -64,23 +111,18 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         layer = load_requested(checkpoint, replace(request, **several))
         loading = seconds_since(start)
     with progress(f"running {tokens.hidden_states.shape[0]} tokens"):
-        output, running = _apply(layer, tokens, device, dtype, ranks)
-    if ranks is not None and not ranks.is_first:
-        return 0
-    if args.output is not None:
+        for _ in range(calls):
+            output, running = _apply(layer, tokens, device, _arguments.dtype_of(args.dtype), ranks)
+    is_first = ranks is None or ranks.is_first
+    if args.output is not None and is_first:
         from moe_core.cli._tensors import write_output
 
         write_output(args.output, output)
     check = None
-    if args.check:
+    if args.check and is_first:
         with progress("computing the float64 reference"):
             check = _check(args, source, layer, tokens, output, cut)
-    data = _summary(args, source, layer, tokens, output, loading, running, check)
-    if over_ranks is not None:
-        data["parallel"] = over_ranks.as_dict()
-    told = [] if over_ranks is None else _prepare_finalize.lines(over_ranks, verbose=args.verbose)
-    emit(args.json, data, _text(data, layer, check, args.verbose, told))
-    return 0 if check is None or check.passed else 1
+    return Outcome(source, layer, tokens, output, loading, running, check, over_ranks)
 
 
 def _tokens(args: argparse.Namespace, source: LayerSource) -> LayerInput:
@@ -163,18 +205,11 @@ def _check(
     return check_output(layer, parts, x, output, topk_weights=weights, topk_ids=ids)
 
 
-def _summary(
-    args: argparse.Namespace,
-    source: LayerSource,
-    layer: FusedMoELayer,
-    tokens: LayerInput,
-    output: Tensor,
-    loading: float,
-    running: float,
-    check: Check | None,
-) -> dict[str, Any]:
+def summary(args: argparse.Namespace, outcome: Outcome) -> dict[str, Any]:
+    """Return the outcome, ready for JSON."""
     import torch
 
+    source, layer, tokens, output = outcome.source, outcome.layer, outcome.tokens, outcome.output
     finite = torch.isfinite(output)
     return {
         "checkpoint": str(args.path),
@@ -189,13 +224,13 @@ def _summary(
         "notes": _notes(source, tokens),
         "shape": list(output.shape),
         "dtype": str(source.config.dtype).removeprefix("torch."),
-        "seconds_load": loading,
-        "seconds_run": running,
+        "seconds_load": outcome.seconds_load,
+        "seconds_run": outcome.seconds_run,
         "weight_bytes": layer.weights.nbytes,
         "output_rms": float(output.square().mean().sqrt()) if output.numel() and bool(finite.all()) else None,
         "output_not_finite": int((~finite).sum()),
         "output": None if args.output is None else str(args.output),
-        "check": None if check is None else check.as_dict(),
+        "check": None if outcome.check is None else outcome.check.as_dict(),
         "selection": layer.selection.report.as_dict(),
     }
 
@@ -210,10 +245,8 @@ def _notes(source: LayerSource, tokens: LayerInput) -> list[str]:
     return notes
 
 
-def _text(
-    data: dict[str, Any], layer: FusedMoELayer, check: Check | None, verbose: bool, over_ranks: Sequence[str] = ()
-) -> str:
-    report = layer.selection.report
+def _text(data: dict[str, Any], outcome: Outcome, verbose: bool, over_ranks: Sequence[str] = ()) -> str:
+    report, check = outcome.layer.selection.report, outcome.check
     lines = [
         f"{data['checkpoint']}: layer {data['layer']} ({data['prefix']}), {data['format']}",
         str(report) if verbose else "\n".join([_report.verdict(report), *_report.reasons(report)]),
