@@ -287,7 +287,7 @@ def test_commands_go_on_beside_broken_plugins(with_broken: Any, folder: Path) ->
     (left_out,) = result.data["left_out"]
     assert "the claims of Claiming fail: ZeroDivisionError" in left_out["reason"]
     (note,) = result.data["notes"]
-    assert "no backend is called 'nobody'" in note
+    assert "names 'nobody'" in note
     result = with_broken("backends")
     assert result.code == 0
     assert "plain" in result.out
@@ -464,8 +464,8 @@ def test_quickstart_outside_the_tolerance(moe: Any, monkeypatch: pytest.MonkeyPa
 
     import moe_core.layer.loading as module
 
-    original = module.load_layer
-    monkeypatch.setattr(module, "load_layer", lambda *args, **kwargs: Off(original(*args, **kwargs)))
+    original = module.load_requested
+    monkeypatch.setattr(module, "load_requested", lambda *args, **kwargs: Off(original(*args, **kwargs)))
     result = moe("quickstart")
     assert result.code == 1
     assert "OUTSIDE the tolerance" in result.out
@@ -560,8 +560,15 @@ def test_bench_measures_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < limits.bandwidth < 1e13
     assert 1e8 < limits.rate < 1e15
     assert limits.product == "float32"
-    assert limits.floor(limits.bandwidth, 0) == 1.0
-    assert limits.floor(0, 2 * limits.rate) == 2.0
+
+
+def test_the_floor_of_a_call_is_the_larger_of_both_limits() -> None:
+    config = FusedMoEConfig(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8)
+    moved, products = 100 / 2 * 1 + 2 * 3 * 8 * 2, 2 * 3 * 3 * 8 * 8
+    limits = _machine.Limits(bandwidth=1.0, rate=1e9, product="")
+    assert limits.floor(config, 100, 1, 3) == (moved, "memory")
+    limits = _machine.Limits(bandwidth=1e9, rate=1.0, product="")
+    assert limits.floor(config, 100, 1, 3) == (products, "products")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_core.checkpoint.experts.layer_experts import ranges
 from moe_core.cli import _arguments, _report
-from moe_core.cli._fit import Fit, Floors, fit_lines, fit_of, floor_lines, floors_of, other_bytes, refusal, total_floor
+from moe_core.cli._fit import Figures, refusal
 from moe_core.cli._output import bytes_text, emit, progress, table
 from moe_core.cli._select import select
 from moe_core.cli.terminal.console import complain
@@ -60,33 +60,21 @@ def explain_all(args: argparse.Namespace) -> int:
     with progress(f"reading the names of {len(indices)} layers"):
         layers = list(_explained(args, checkpoint, indices))
     failed = [layer for layer in layers if layer.report is None or layer.report.chosen is None]
-    fit, floors = _figures(args, checkpoint, layers)
+    told = [(layer.report, layer.memory) for layer in layers if layer.report is not None and layer.memory is not None]
+    stored = sum(layer.stored for layer in layers)
+    figures = Figures.of(told, checkpoint, stored, _arguments.parallel_of(args))
     emit(
         args.json,
-        {**_data(args, layers, fit, floors), "notes": notes, "estimated": bool(notes)},
-        "\n".join([_text(args, layers, fit, floors), *(f"note: {note}" for note in notes)]),
+        {**_data(args, layers), **figures.as_dict(), "notes": notes, "estimated": bool(notes)},
+        "\n".join([_text(args, layers, figures), *(f"note: {note}" for note in notes)]),
     )
     if failed:
         complain(f"moe explain: {len(failed)} of {len(layers)} layers can't be run")
         return 2
-    if fit is not None and not fit.fits:
-        report = next(layer.report for layer in layers if layer.report is not None)
-        complain(refusal(fit, str(report.device)))
+    if figures.fit is not None and not figures.fit.fits:
+        complain(refusal(figures.fit, str(told[0][0].device)))
         return 1
     return 0
-
-
-def _figures(args: argparse.Namespace, checkpoint: Checkpoint, layers: list[_Layer]) -> tuple[Fit | None, list[Floors]]:
-    """Fit of all layers together and the floors of each, without layers that cannot run."""
-    parallel = _arguments.parallel_of(args)
-    told = [(layer.report, layer.memory) for layer in layers if layer.report is not None and layer.memory is not None]
-    if not told:
-        return None, []
-    other = other_bytes(checkpoint, sum(layer.stored for layer in layers))
-    memories = [memory for _, memory in told]
-    fit = fit_of(told[0][0].device, memories, other=other // (1 if parallel is None else parallel.tp_size))
-    floors = [] if parallel is not None else [floors_of(report, memory) for report, memory in told]
-    return fit, [one for one in floors if one is not None]
 
 
 def _explained(args: argparse.Namespace, checkpoint: Checkpoint, indices: Sequence[int]) -> Iterator[_Layer]:
@@ -122,7 +110,7 @@ def _totals(layers: list[_Layer]) -> dict[str, int]:
     }
 
 
-def _data(args: argparse.Namespace, layers: list[_Layer], fit: Fit | None, floors: list[Floors]) -> dict[str, Any]:
+def _data(args: argparse.Namespace, layers: list[_Layer]) -> dict[str, Any]:
     return {
         "checkpoint": str(args.path),
         "layers": [
@@ -137,12 +125,10 @@ def _data(args: argparse.Namespace, layers: list[_Layer], fit: Fit | None, floor
             for layer in layers
         ],
         "total": _totals(layers),
-        "fit": None if fit is None else fit.as_dict(),
-        "floor": total_floor(floors),
     }
 
 
-def _text(args: argparse.Namespace, layers: list[_Layer], fit: Fit | None, floors: list[Floors]) -> str:
+def _text(args: argparse.Namespace, layers: list[_Layer], figures: Figures) -> str:
     by_kind: dict[Any, list[_Layer]] = {}
     for layer in layers:
         by_kind.setdefault(layer.kind, []).append(layer)
@@ -172,7 +158,7 @@ def _text(args: argparse.Namespace, layers: list[_Layer], fit: Fit | None, floor
             f"largest layer {bytes_text(total['largest_layer'])}"
         ),
     ]
-    lines += [*fit_lines(fit), *floor_lines(floors)]
+    lines += figures.lines()
     lines += [f"note: {note}" for note in dict.fromkeys(layer.assumed for layer in layers) if note is not None]
     return "\n".join(lines)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from moe_core.checkpoint import Checkpoint
     from moe_core.selection.memory import LayerMemory
     from moe_core.selection.report import SelectionReport
+    from moe_core.spec.config import FusedMoEParallelConfig
     from moe_core.spec.device import DeviceInfo
 
 #: token counts that floors are stated for: single-token decoding, a batch of it, a prompt
@@ -73,24 +76,96 @@ class Fit:
         return f"{'yes' if self.fits else 'no'}: {needs}{least}{cache}"
 
 
-def fit_of(
-    device: DeviceInfo, memories: Sequence[LayerMemory], *, other: int = 0, count: int | None = None
-) -> Fit | None:
-    """Compare the memory that layers need with the memory of a card.
+@dataclass(frozen=True)
+class Floors:
+    """Minimum times of calls that run some layers on one GPU.
 
-    Args:
-        device: The card, or this machine's GPU.
-        memories: Memory of each MoE layer, or of one of ``count`` equal layers.
-        other: Bytes of everything else in the checkpoint.
-        count: Number of MoE layers; None for the number of ``memories``.
-
-    Returns:
-        The comparison; None if the memory is unknown (a CPU, or an architecture instead of a card).
+    Attributes:
+        limits: Limits of the card that they follow from.
+        calls: Tokens, seconds and bounds ("memory", "products") of each call.
+        layers: Number of layers.
     """
-    if not device.is_gpu or not device.memory or device.name == device.arch or not memories:
+
+    limits: Limits
+    calls: tuple[tuple[int, float, frozenset[str]], ...]
+    layers: int = 1
+
+    def __add__(self, other: Floors) -> Floors:
+        """Floors of calls that run the layers of both."""
+        pairs = zip(self.calls, other.calls, strict=True)
+        calls = tuple((tokens, one + two, bound | more) for (tokens, one, bound), (_, two, more) in pairs)
+        return Floors(self.limits, calls, self.layers + other.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        calls = [{"tokens": tokens, "seconds": time, "bound": sorted(bound)} for tokens, time, bound in self.calls]
+        return {**vars(self.limits), "calls": calls}
+
+    def __str__(self) -> str:
+        """Return text such as "experts of the layer: 3.8 µs for 1 token (memory) …"."""
+        shown = [
+            f"{duration(seconds)} for {tokens} token{'s' * (tokens > 1)} ({' and '.join(sorted(bound))})"
+            for tokens, seconds, bound in self.calls
+        ]
+        limits = self.limits
+        figures = f"{limits.bandwidth / 1e9:.0f} GB/s, {limits.rate / 1e12:.0f} TFLOP/s in {limits.product}"
+        what = "the layer" if self.layers == 1 else f"{self.layers} layers"
+        return f"experts of {what}: {', '.join(shown)}; one GPU of {figures}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Memory fit and floors of the layers of a model; None where the card's figures are unknown."""
+
+    fit: Fit | None = None
+    floors: Floors | None = None
+
+    @staticmethod
+    def of(
+        layers: Sequence[tuple[SelectionReport, LayerMemory]],
+        checkpoint: Checkpoint | None,
+        stored: int,
+        parallel: FusedMoEParallelConfig | None,
+    ) -> Figures:
+        """Compare what layers need with a card.
+
+        Args:
+            layers: Selection and memory of each MoE layer.
+            checkpoint: The checkpoint; None for a layer without one.
+            stored: Bytes of the experts of these layers in the checkpoint.
+            parallel: Ranks of the layer; None for a single one, which alone has floors.
+        """
+        if not layers:
+            return Figures()
+        # The remainder of all files; unequal layers may make the estimate exceed it.
+        other = 0 if checkpoint is None else max(checkpoint.nbytes - stored, 0)
+        fit = _fit(
+            layers[0][0].device, [memory for _, memory in layers], other // (parallel.tp_size if parallel else 1)
+        )
+        if parallel is not None:
+            return Figures(fit)
+        floors = [found for found in (_floors(*one) for one in layers) if found is not None]
+        return Figures(fit, functools.reduce(operator.add, floors) if floors else None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        return {
+            "fit": None if self.fit is None else self.fit.as_dict(),
+            "floor": None if self.floors is None else self.floors.as_dict(),
+        }
+
+    def lines(self) -> list[str]:
+        """Return lines with the verdict and the minimum time of a call."""
+        return [
+            *_report.labeled("fits", [] if self.fit is None else [str(self.fit)]),
+            *_report.labeled("floor", [] if self.floors is None else [str(self.floors)]),
+        ]
+
+
+def _fit(device: DeviceInfo, memories: Sequence[LayerMemory], other: int) -> Fit | None:
+    """Compare the memory of layers with that of a card; None for a CPU, or an architecture instead of a card."""
+    if not device.is_gpu or not device.memory or device.name == device.arch:
         return None
-    if count is not None:
-        memories = [memories[0]] * count
     experts = sum(memory.weights for memory in memories)
     return Fit(
         memory=device.memory,
@@ -103,52 +178,8 @@ def fit_of(
     )
 
 
-def other_bytes(checkpoint: Checkpoint, expert_bytes: int) -> int:
-    """Return the bytes of a checkpoint other than its experts.
-
-    Args:
-        checkpoint: The checkpoint.
-        expert_bytes: Bytes of the experts of all MoE layers, as stored.
-
-    Returns:
-        The remainder of all files; 0 if unequal layers make the estimate exceed it.
-    """
-    return max(checkpoint.nbytes - expert_bytes, 0)
-
-
-@dataclass(frozen=True)
-class Floor:
-    """Minimum time of one call on one GPU.
-
-    Attributes:
-        tokens: Tokens of the call.
-        seconds: The larger of bytes over bandwidth and operations over rate.
-        bound: The larger one: "memory" or "products".
-    """
-
-    tokens: int
-    seconds: float
-    bound: str
-
-
-@dataclass(frozen=True)
-class Floors:
-    """Floors of one layer, and the limits of the card that they follow from."""
-
-    limits: Limits
-    calls: tuple[Floor, ...]
-
-
-def floors_of(report: SelectionReport, memory: LayerMemory) -> Floors | None:
-    """Return the floors of a layer's experts from a card's figures, as in ``moe bench``.
-
-    Args:
-        report: Selection, which names the device.
-        memory: Memory of the experts.
-
-    Returns:
-        The floors; None if the card's figures are unknown.
-    """
+def _floors(report: SelectionReport, memory: LayerMemory) -> Floors | None:
+    """Return the floors of a layer's experts from a card's figures, as in ``moe bench``."""
     card, config = card_of(report.device.name), report.config
     if card is None or config.dtype.itemsize != 2:
         return None
@@ -161,50 +192,11 @@ def floors_of(report: SelectionReport, memory: LayerMemory) -> Floors | None:
     calls = []
     for tokens in TOKENS:
         active = active_experts(config.num_experts, config.local_experts, config.top_k, tokens)
-        calls.append(Floor(tokens, *limits.floor(config, memory.weights, active, tokens)))
+        seconds, bound = limits.floor(config, memory.weights, active, tokens)
+        calls.append((tokens, seconds, frozenset({bound})))
     return Floors(limits, tuple(calls))
 
 
 def refusal(fit: Fit, device: str) -> str:
     """Return the message for stderr about a model that does not fit."""
     return f"moe explain: does not fit on {device}: {bytes_text(fit.needed)} of {bytes_text(fit.memory)}"
-
-
-def fit_lines(fit: Fit | None) -> list[str]:
-    """Return the line with the verdict."""
-    return [] if fit is None else _report.labeled("fits", [str(fit)])
-
-
-def total_floor(layers: Sequence[Floors]) -> dict[str, Any] | None:
-    """Return JSON-ready floors of calls that run all ``layers``; None if there are none."""
-    if not layers:
-        return None
-    calls = [
-        {
-            "tokens": tokens,
-            "seconds": sum(floors.calls[number].seconds for floors in layers),
-            "bound": sorted({floors.calls[number].bound for floors in layers}),
-        }
-        for number, tokens in enumerate(TOKENS)
-    ]
-    limits = layers[0].limits
-    return {"bandwidth": limits.bandwidth, "rate": limits.rate, "product": limits.product, "calls": calls}
-
-
-def floor_lines(layers: Sequence[Floors]) -> list[str]:
-    """Return the line with the minimum time of a call.
-
-    Args:
-        layers: Floors of each layer that a call runs.
-    """
-    found = total_floor(layers)
-    if found is None:
-        return []
-    shown = [
-        f"{duration(call['seconds'])} for {call['tokens']} token{'s' * (call['tokens'] > 1)} "
-        f"({' and '.join(call['bound'])})"
-        for call in found["calls"]
-    ]
-    figures = f"{found['bandwidth'] / 1e9:.0f} GB/s, {found['rate'] / 1e12:.0f} TFLOP/s in {found['product']}"
-    what = "the layer" if len(layers) == 1 else f"{len(layers)} layers"
-    return _report.labeled("floor", [f"experts of {what}: {', '.join(shown)}; one GPU of {figures}"])

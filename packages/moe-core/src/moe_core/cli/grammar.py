@@ -155,7 +155,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     hidden_states [M, K] and either router_logits [M, E] or topk_ids [M, k] (integers) and topk_weights [M, k]; where
     both are given, the top-k pair wins. --output receives output [M, K] as float32, computed in --dtype.
 
-    --check compares the output with the float64 reference of the same weights and prints the error beside the
+    --check compares the output with the float64 reference of the same weights and prints the error next to the
     tolerance, which follows from what a sound implementation rounds. Exit code 1 where the error is larger.
 
     Over several GPUs: torchrun --nproc-per-node 4 -m moe_core run DIR --tp 2 --ep 2. Each rank reads its part of the
@@ -254,8 +254,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     inputs that take turns, are a CUDA graph. Times are medians, after as many calls as it takes until they get no
     faster; the spread reaches from the 10th to the 90th percentile.
 
-    --compare FILE puts the times of an earlier run beside, which --output wrote, and says which moved: "slower" where
-    even the 10th percentile is above the 90th of then. --fail-slower makes that exit code 1.
+    --compare FILE shows the times of an earlier run, written by --output, and marks those that moved: "slower" if even
+    the 10th percentile is above the earlier 90th. --fail-slower makes that exit code 1.
 
     Over several GPUs: torchrun --nproc-per-node 4 -m moe_core bench --ep 4. --tokens are those that each rank brings,
     times are those of the slowest rank, and the first rank prints.

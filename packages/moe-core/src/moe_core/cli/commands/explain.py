@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_core.cli import _arguments, _fit, _prepare_finalize, _report
 from moe_core.cli._all_layers import explain_all
 from moe_core.cli._devices import Explained, compare
-from moe_core.cli._fit import fit_lines, fit_of, floor_lines, floors_of, other_bytes, total_floor
+from moe_core.cli._fit import Figures
 from moe_core.cli._output import emit
 from moe_core.cli._select import select, select_over_ranks
 from moe_core.cli.terminal.console import complain
@@ -83,29 +83,21 @@ def _explain(args: argparse.Namespace) -> Explained:
         over_ranks, cut = select_over_ranks(args, scheme, config, cuts, args.tokens, args.device)
         found["columns"] = {"ranges": [list(share) for share in cut.ranges], "how": str(cut)}
         report, memory = _chosen(over_ranks)
-    told = None if memory is None else vars(memory)
-    fit, floors = None, None
-    if memory is not None:
-        count, other = 1, 0
-        if checkpoint is not None:
-            # Layers are assumed to be equal; --all-layers reads each.
-            count = len(checkpoint.moe_layers)
-            other = other_bytes(checkpoint, count * stored) // (1 if parallel is None else parallel.tp_size)
-        fit = fit_of(report.device, [memory], other=other, count=count)
-        floors = floors_of(report, memory) if parallel is None else None
-    data = {**found, **report.as_dict(), "memory": told}
-    data["fit"] = None if fit is None else fit.as_dict()
-    data["floor"] = total_floor([] if floors is None else [floors])
+    # Layers are assumed to be equal; --all-layers reads each.
+    count = 1 if checkpoint is None else len(checkpoint.moe_layers)
+    layers = [] if memory is None else [(report, memory)]
+    one, every = (Figures.of(n * layers, checkpoint, count * stored, parallel) for n in (1, count))
+    data = {**found, **report.as_dict(), "memory": None if memory is None else vars(memory)}
+    data |= {**one.as_dict(), "fit": every.as_dict()["fit"]}
     data["notes"] = [*found.get("notes", ()), *report.notes]
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
     fits = report.chosen is not None and (over_ranks is None or over_ranks.chosen is not None)
-    figures = fit_lines(fit)
-    if floors is not None:
-        figures += floor_lines([floors])
-        figures += floor_lines([floors] * fit.layers) if fit and fit.layers > 1 else []
+    figures = Figures(every.fit, one.floors).lines()
+    if count > 1 and every.fit is not None:
+        figures += Figures(floors=every.floors).lines()
     text = _text(found, report, memory, args.verbose, over_ranks, figures)
-    return Explained(data, text, report, memory, fits, over_ranks, fit)
+    return Explained(data, text, report, memory, fits, over_ranks, every.fit)
 
 
 def _chosen(over_ranks: PrepareFinalizeSelection) -> tuple[SelectionReport, LayerMemory | None]:
