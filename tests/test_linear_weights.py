@@ -162,9 +162,7 @@ def test_scales_of_the_cache_say_nothing_of_the_weight(tmp_path: Path, scale: st
 def test_tensors_that_fit_no_shape_are_refused(tmp_path: Path) -> None:
     tensors = {"a.b.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.b.weight_scale_inv": torch.ones(2, 1)}
     checkpoint = folder_of(tmp_path, tensors, quant_method="fp8", weight_block_size=[128, 128])
-    expected = (
-        r"the tensors of a\.b fit no shape of a linear layer; the nearest: a\.b\.weight_scale_inv has shape \[2, 1\]"
-    )
+    expected = r"a\.b\.weight_scale_inv .*\[2, 1\]"
     with pytest.raises(mc.CheckpointError, match=expected):
         list(quantized_linears(checkpoint, checkpoint.names))
 

@@ -61,13 +61,13 @@ def test_what_is_no_name_is_refused(kind: Kind) -> None:
     keys: dict[str, Any] = {"weight_key": kind.weight_key, "activation_key": kind.activation_key}
     select = oracle(kind.scheme).select
     for change, message in (
-        ({"weight_key": torch.float8_e4m3fn}, "weight_key is torch.float8_e4m3fn, expected a QuantKey, its name"),
-        ({"activation_key": "kInt9"}, "unknown quant key 'kInt9'"),
-        ({"device": "nonsense"}, "unknown device 'nonsense'"),
-        ({"device": 9.0}, "a device is a name .* got 9.0"),
-        ({"moe_backend": "trition"}, "has no backend 'trition'.*triton"),
-        ({"moe_backend": None}, "has no backend '?None'?; installed: auto"),
-        ({"moe_backend": ["triton"]}, r"has no backend .*\['triton'\].*installed: auto"),
+        ({"weight_key": torch.float8_e4m3fn}, "weight_key .*torch.float8_e4m3fn"),
+        ({"activation_key": "kInt9"}, "'kInt9'"),
+        ({"device": "nonsense"}, "'nonsense'"),
+        ({"device": 9.0}, "device .*9.0"),
+        ({"moe_backend": "trition"}, "'trition'.*triton"),
+        ({"moe_backend": None}, "backend '?None'?"),
+        ({"moe_backend": ["triton"]}, r"backend .*\['triton'\]"),
     ):
         with pytest.raises(ConfigError, match=message):
             select(CONFIG, **{"device": "cpu", **keys, **change})

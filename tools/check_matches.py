@@ -30,25 +30,32 @@ def words_of(pattern: str) -> list[str]:
     return [word for word in _ESCAPE.sub(" ", pattern).split() if _WORD.search(word)]
 
 
-def parametrized(function: Function) -> Iterator[tuple[str, ast.expr]]:
-    """Name and value of every parameter that ``pytest.mark.parametrize`` gives a test."""
-    for decorator in function.decorator_list:
-        if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("parametrize")):
-            continue
-        if len(decorator.args) < 2 or not isinstance(decorator.args[1], (ast.List, ast.Tuple)):
-            continue
-        names = ast.literal_eval(decorator.args[0])
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        for row in decorator.args[1].elts:
-            if isinstance(row, ast.Call):  # pytest.param
-                values = row.args
-            else:
-                values = row.elts if len(names) > 1 and isinstance(row, (ast.Tuple, ast.List)) else [row]
-            yield from zip(names, values, strict=False)
+def rows_of(names: list[str], values: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Name and value of each variable in rows that are written as a list or tuple."""
+    for row in values.elts if isinstance(values, (ast.List, ast.Tuple)) else []:
+        if isinstance(row, ast.Call):  # pytest.param
+            yield from zip(names, row.args, strict=False)
+        else:
+            several = len(names) > 1 and isinstance(row, (ast.Tuple, ast.List))
+            yield from zip(names, row.elts if several else [row], strict=False)
+
+
+def variables(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Name and value of what ``pytest.mark.parametrize``, loops over literals and assignments give to a test."""
+    for decorator in getattr(function, "decorator_list", []):
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("parametrize"):
+            names = ast.literal_eval(decorator.args[0])
+            split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            yield from rows_of(split, decorator.args[1])
+    for node in ast.walk(function):
+        if isinstance(node, ast.For):
+            yield from rows_of(ast.unparse(node.target).strip("()").split(", "), node.iter)
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
 
 
 def texts_of(node: ast.expr, parameters: list[tuple[str, ast.expr]]) -> Iterator[tuple[int, str]]:
-    """Line and text of each string that an expression is made of, where a variable stands for the test's parameters."""
+    """Line and text of each string in an expression; a variable stands for all its values."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             yield node.lineno, node.value
@@ -57,8 +64,13 @@ def texts_of(node: ast.expr, parameters: list[tuple[str, ast.expr]]) -> Iterator
         yield node.lineno, "".join(parts)
     elif isinstance(node, ast.Name):
         for name, value in parameters:
-            if name == node.id:
+            if name == node.id and not isinstance(value, ast.Name):
                 yield from texts_of(value, [])
+    elif isinstance(node, ast.Dict):
+        for value in node.values:
+            yield from texts_of(value, [])
+    elif isinstance(node, ast.Subscript):
+        yield from texts_of(node.value, parameters)
     else:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
@@ -71,7 +83,7 @@ def findings(paths: list[Path]) -> Iterator[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found = set()
         for function in (tree, *(node for node in ast.walk(tree) if isinstance(node, Function))):
-            parameters = list(parametrized(function)) if isinstance(function, Function) else []
+            parameters = list(variables(function))
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 for keyword in call.keywords:
                     if keyword.arg == "match":

@@ -145,10 +145,10 @@ def test_other_weights_are_refused(weight_key: QuantKey, activation_key: QuantKe
 def test_the_oracle_refuses_what_other_schemes_read() -> None:
     oracle = Oracle(SCHEME)
     for weight_key, message in (
-        (kInt4Static, "reads symmetric int8 and int4 weights, asked for kInt4Static"),
-        (None, "asked for 16-bit weights"),
+        (kInt4Static, "kInt4Static"),
+        (None, "16-bit weights"),
         (replace(kInt8StaticChannelSym, symmetric=False), "zero points"),
-        (kInt4W4A8StaticChannelSym, "those are the scheme wna16's"),
+        (kInt4W4A8StaticChannelSym, "wna16"),
     ):
         with pytest.raises(ConfigError, match=message):
             oracle.select(CONFIG, weight_key=weight_key, activation_key=None, device="cpu")

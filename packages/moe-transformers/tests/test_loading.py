@@ -302,11 +302,7 @@ def big(reads: Counter[str]) -> list[str]:
 def test_a_quantizer_that_is_not_known(folder: Path, tmp_path: Path, reads: Counter[str]) -> None:
     entry = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     other = edited(folder, tmp_path / "bnb", lambda config: config.update(quantization_config=entry))
-    expected = (
-        r"quant_method 'bitsandbytes' is not one that moe-core reads \(.*fp8.*\)\. "
-        r"Outside of moe_transformers\.loading\(\), transformers loads the model as it does without this package"
-    )
-    with pytest.raises(RefusedError, match=expected):
+    with pytest.raises(RefusedError, match=r"'bitsandbytes' .*fp8.*moe_transformers\.loading\(\)"):
         load(other)
     assert not reads
 
@@ -393,7 +389,7 @@ def test_experts_that_compute_something_else_are_refused_by_name() -> None:
     soft.has_post_expert_norm = False
     soft.gate_softcap = nn.Identity()
     soft.up_softcap = 30.0
-    expected = r"computes with gate_softcap, up_softcap, which the experts of moe-core do not"
+    expected = "gate_softcap, up_softcap"
     with pytest.raises(mc.ConfigError, match=expected):
         block.check(config)
 

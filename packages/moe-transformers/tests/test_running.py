@@ -91,7 +91,7 @@ def test_gradients_are_refused(model: PreTrainedModel) -> None:
 def test_saving_is_refused(model: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
     # the model inside, and one that was unpickled, are refused too
     for one in (model, model.model, copy.deepcopy(model)):
-        with pytest.raises(mc.ConfigError, match=f"written: .*{folder}"):
+        with pytest.raises(mc.ConfigError, match=str(folder)):
             one.save_pretrained(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
     with pytest.warns(mc.ExpertsLeftOutWarning) as told:

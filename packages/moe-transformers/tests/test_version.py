@@ -17,7 +17,7 @@ from moe_transformers.version import TRANSFORMERS, check_version
 @pytest.mark.parametrize("version", ["5.16.2", "4.57.1", "5.25.0", "5.25.0.dev0", "6.0"])
 def test_others_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    expected = rf"transformers is {version}; .* tested with 5\.17 or newer, below 5\.25: pip install"
+    expected = rf"transformers .*{version}; .*5\.17 .*5\.25"
     with pytest.raises(moe_transformers.TransformersVersionError, match=expected) as caught:
         check_version()
     assert isinstance(caught.value, MoEError)

@@ -215,7 +215,7 @@ def check_sign(name: str, tensor: torch.Tensor) -> None:
         TensorError: The negative bit of ``tensor`` is set.
     """
     if tensor.is_neg():
-        raise TensorError(f"{name} is a view whose sign is still to be changed, expected {name}.resolve_neg()")
+        raise TensorError(f"{name} has its negative bit set; pass {name}.resolve_neg()")
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:

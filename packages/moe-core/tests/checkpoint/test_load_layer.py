@@ -57,8 +57,7 @@ def test_routes_by_the_checkpoints_router(tmp_path: Path, x: Tensor) -> None:
 def test_a_dtype_that_is_none_of_hidden_states(tmp_path: Path, dtype: Any) -> None:
     """The argument is at fault, not config.json."""
     folder = write(tmp_path, layer_tensors())
-    message = f"dtype must be bfloat16, float16 or float32, got {dtype!r}"
-    with pytest.raises(ConfigError, match=rf"^{re.escape(message)}$"):
+    with pytest.raises(ConfigError, match=rf"^dtype .*{re.escape(repr(dtype))}$"):
         load_layer(folder, device="cpu", dtype=dtype)
 
 

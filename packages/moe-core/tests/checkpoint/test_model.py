@@ -533,7 +533,7 @@ def test_router(tmp_path: Path, name: str) -> None:
 
 def test_biases_of_experts(tmp_path: Path) -> None:
     assert model(tmp_path / "a", {"model_type": "gpt_oss", **OLD}).config.has_bias
-    message = "experts of model_type 'gpt_oss' have biases, but model.layers.0.mlp.experts has none"
+    message = "'gpt_oss' .*mlp.experts"
     with pytest.raises(CheckpointError, match=message):
         read_model(find_layer(Checkpoint.open(write(tmp_path, expert_tensors(), {"model_type": "gpt_oss", **OLD}))))
 
@@ -547,7 +547,7 @@ def test_router_bias(tmp_path: Path) -> None:
         assert found.correction_bias is None
     # without the router's weight, the caller brings logits
     assert model(tmp_path / "none", {"model_type": "gpt_oss", **OLD}).router_weight is None
-    message = "model.layers.0.mlp.router.bias is missing"
+    message = "mlp.router.bias"
     refused(tmp_path / "half", message, {"model_type": "gpt_oss", **OLD}, {**gate, **expert_biases()})
 
 

@@ -275,7 +275,7 @@ class BytesPath:
 
 @pytest.mark.parametrize("path", [None, "", 7, b"/tmp", ["a"], BytesPath()])
 def test_what_is_no_path(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"\bpath .*(folder|file)"):
+    with pytest.raises(ConfigError, match=r"\bpath .*(folder|os.PathLike)"):
         Checkpoint.open(path)
 
 
@@ -300,8 +300,8 @@ def test_name_too_long_for_the_file_system(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "is not valid JSON"),
         (b"[1, 2]", "holds a JSON list, expected an object"),
         (b"null", "holds a JSON NoneType"),
-        (b'{"a": 1, "a": 2}', "the key 'a' stands there twice"),
-        (b'{"a": {"b": 1, "b": 1}}', "the key 'b' stands there twice"),
+        (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
+        (b'{"a": {"b": 1, "b": 1}}', "duplicate key 'b'"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
@@ -405,7 +405,7 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
         ((1 << 63).to_bytes(8, "little") + b"{}", "at most 100000000 are read"),
         ((1 << 20).to_bytes(8, "little") + b"{}", "is truncated: its header claims 1048576 bytes, 2 are there"),
         (raw_file(b"\x00\x01\x02"), "is not valid JSON"),
-        (raw_file(b'{"a": {}, "a": {}}'), "twice"),
+        (raw_file(b'{"a": {}, "a": {}}'), "duplicate"),
         (raw_file([]), "holds a JSON list"),
         (raw_file({"a": 7}), "'a' is a int"),
         (raw_file({"a": entry(dtype=7)}, bytes(8)), "dtype 7"),

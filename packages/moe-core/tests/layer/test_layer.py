@@ -252,9 +252,9 @@ def test_an_adapter_is_loaded_whole_or_not_at_all() -> None:
         "w2_b": torch.randn(6, 16, 4),
     }
     for change, error in (
-        ({"w2_b": new["w2_b"].to("meta")}, "w2_b is on the meta device"),
-        ({"w2_a": None}, "w2_a is None, expected a torch.Tensor"),
-        ({"scaling": float("nan")}, "scaling is nan"),
+        ({"w2_b": new["w2_b"].to("meta")}, "w2_b .*meta"),
+        ({"w2_a": None}, "w2_a .*None"),
+        ({"scaling": float("nan")}, "scaling .*nan"),
         ({"scaling": "2"}, "scaling is '2'"),
     ):
         with pytest.raises((TensorError, ConfigError), match=error):

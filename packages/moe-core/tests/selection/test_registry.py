@@ -77,10 +77,7 @@ def test_a_missing_scheme_names_the_command_that_adds_it(monkeypatch: pytest.Mon
             make().oracle("int8")
         patch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
         # the same command once more would end in the same error
-        expected = (
-            r"\(moe-int8 0\.1\.0 is, but brings no kernels yet\); a newer one may: pip install --upgrade moe-int8 "
-        )
-        with pytest.raises(SchemeNotInstalledError, match=expected):
+        with pytest.raises(SchemeNotInstalledError, match=r"moe-int8 0\.1\.0 .*--upgrade"):
             make().oracle("int8")
     with pytest.raises(SchemeNotInstalledError, match="'fp3'"):
         make().oracle("fp3")
@@ -90,8 +87,8 @@ def test_another_protocol_is_refused_by_name_and_version(plugin: types.ModuleTyp
     with pytest.raises(ProtocolVersionError, match=r"'future'.*interface_api 2\.0"):
         make(schemes={"future": "moe_test_plugin:FUTURE"}).scheme("future")
     schemes = {"toy": "moe_test_plugin:TOY"}
-    for experts, text in (("Future", r"interface_api 99\.0"), ("Silent", "states no interface_api")):
-        expected = rf"backend 'toy.x' of .*{text}"
+    for experts, text in (("Future", r"interface_api 99\.0"), ("Silent", "no interface_api")):
+        expected = rf"'toy.x' .*{text}"
         with pytest.warns(PluginWarning, match=expected):
             oracle = make(schemes=schemes, backends={"toy.x": f"moe_test_plugin:{experts}Experts"}).oracle("toy")
         with pytest.raises(ProtocolVersionError, match=expected):

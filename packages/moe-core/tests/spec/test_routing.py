@@ -204,9 +204,9 @@ def test_custom():
     with pytest.raises(ConfigError, match="needs custom="):
         RoutingConfig.from_method("Custom")
     for wrong, message in (
-        (lambda *_, **__: None, "two tensors, got NoneType"),
-        (lambda *_, **__: (torch.ones(3, 3), torch.ones(3, 2).int()), r"weights has shape \[3, 3\], expected \[3, 2\]"),
-        (lambda *_, **__: (torch.ones(3, 2), torch.ones(3, 2)), "ids has dtype torch.float32"),
+        (lambda *_, **__: None, "NoneType"),
+        (lambda *_, **__: (torch.ones(3, 3), torch.ones(3, 2).int()), r"weights .*\[3, 3\]"),
+        (lambda *_, **__: (torch.ones(3, 2), torch.ones(3, 2)), "ids .*torch.float32"),
     ):
         with pytest.raises(TensorError, match=message):
             route(torch.randn(3, 8), top_k=2, config=RoutingConfig(custom=wrong))
@@ -291,11 +291,11 @@ def test_wrong_calls():
     groups = RoutingConfig(num_expert_group=4, topk_group=1)
     logits = torch.randn(2, 8)
     for config, top_k, x, message in (
-        (plain, 9, logits, r"top_k must be within 1..8 experts, got 9"),
+        (plain, 9, logits, "top_k .*9"),
         (plain, 0, logits, "got 0"),
-        (groups, 1, torch.randn(2, 10), "10 experts do not divide into num_expert_group 4"),
-        (groups, 3, logits, "top_k 3 is larger than the 2 experts of topk_group 1"),
-        (RoutingConfig.from_method(R.Llama4), 2, logits, "Llama4 takes one expert per token"),
+        (groups, 1, torch.randn(2, 10), "num_expert_group 4"),
+        (groups, 3, logits, "top_k 3 .*topk_group"),
+        (RoutingConfig.from_method(R.Llama4), 2, logits, "Llama4"),
     ):
         with pytest.raises(ConfigError, match=message):
             route(x, top_k=top_k, config=config)

@@ -131,7 +131,9 @@ class Fp8MoEMethod(ABC):
         """
         spec = self.parameter_specs().get(name)
         if spec is None:
-            raise TensorError(f"{name} is no weight of this layer; there are {', '.join(self.parameter_specs())}")
+            raise TensorError(
+                f"{name} is not a parameter of this layer; expected one of {', '.join(self.parameter_specs())}"
+            )
         shards = ("w2",) if name.startswith("w2") else ("w1", "w3") if self.config.is_gated else ("w1",)
         if shard_id not in shards:
             raise TensorError(f"{name} holds {' and '.join(shards)}, got shard_id {shard_id!r}")
@@ -139,7 +141,7 @@ class Fp8MoEMethod(ABC):
             raise TensorError(f"{name}: expert_id is {expert_id}, expected 0..{self.config.local_experts - 1}")
         parameter: Tensor = getattr(layer, name)
         if name in self._freed:
-            raise TensorError(f"{name} was converted and freed: call create_weights before loading it again")
+            raise TensorError(f"{name} has been converted and freed: call create_weights() before loading it again")
         rows = spec[0][1] // len(shards)
         place = parameter.data[expert_id].narrow(0, _HALVES[shard_id] * rows, rows)
         where = f"{name} ({shard_id} of expert {expert_id})"
@@ -166,7 +168,7 @@ class Fp8MoEMethod(ABC):
             _refuse_nan(name, getattr(layer, name).data)
         canonical = self.canonical(layer)
         if canonical.w13_scale is None or canonical.w2_scale is None:
-            raise TensorError(f"weights of {canonical.weight_key} have no scales")
+            raise TensorError(f"w13_scale or w2_scale is missing, but weight_key is {canonical.weight_key}")
         weights = convert_to_fp8_moe_kernel_format(
             self.selection,
             w13=canonical.w13,

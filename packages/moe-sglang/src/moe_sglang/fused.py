@@ -117,9 +117,9 @@ class FusedFunction:
         self._addresses = _addresses(self._tensors)
         try:
             if self._names.is_symmetric_memory_enabled():
-                raise MoEError("outputs lie in NCCL's symmetric memory (--enable-symm-mem)")
+                raise MoEError("outputs in NCCL symmetric memory (--enable-symm-mem) are not supported")
             if info.fuse_swiglu_interleaved:
-                raise MoEError("gate and up rows are interleaved (fuse_swiglu_interleaved)")
+                raise MoEError("interleaved gate and up rows (fuse_swiglu_interleaved) are not supported")
             self._refuse_scaled_inputs(runner)
             kind = kind_of(info)
             if kind.scheme not in self.schemes:
@@ -139,7 +139,7 @@ class FusedFunction:
             converted = of_scheme.convert(selection, weights)
             derived = _derived(converted, info)
             if derived and self._moves_experts():
-                raise MoEError(f"{', '.join(derived)} have a layout of their own, which EPLB does not write anew")
+                raise MoEError(f"{', '.join(derived)} have a separate layout, which EPLB does not update")
             self.kernel = of_scheme.make_kernel(selection, converted)
         except MoEError as error:
             log_once(LOGGER, f"experts by SGLang's own function: {error.message}")
@@ -157,7 +157,7 @@ class FusedFunction:
     @staticmethod
     def _refuse_scaled_inputs(runner: Any) -> None:
         if runner.apply_router_weight_on_input and runner.routed_scaling_factor not in (None, 1.0):
-            raise MoEError("routed_scaling_factor goes with router weights on the output, these are on the input")
+            raise MoEError("routed_scaling_factor is not supported with apply_router_weight_on_input")
 
     @staticmethod
     def _tell_what_is_derived(runner: Any, derived: Sequence[str]) -> None:
@@ -199,8 +199,8 @@ def choose(kind: Kind, config: FusedMoEConfig, weights: MoEWeights, device: Devi
             return selection
         others.append(candidate.backend)
     raise MoEError(
-        f"{kind.scheme}: {', '.join(others)} lays weights out anew, for which SGLang has left no memory "
-        f"({first.report.device})"
+        f"{kind.scheme}: {', '.join(others)} needs a second copy of the weights in its layout, but SGLang "
+        f"has left no memory for it ({first.report.device})"
     )
 
 

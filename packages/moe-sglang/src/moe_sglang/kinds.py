@@ -74,7 +74,7 @@ def kind_of(info: Any) -> Kind:
     granularity = _granularity(info)
     kind = KINDS.get((flags[0], granularity))
     if kind is None:
-        raise ConfigError(f"{flags[0]} with scales per {granularity} is no format of moe-core")
+        raise ConfigError(f"{flags[0]} with scales per {granularity} is not supported by moe-core")
     return _sized(kind, granularity, info)
 
 

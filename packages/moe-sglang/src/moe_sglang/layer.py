@@ -40,9 +40,9 @@ def layer_config(
         ConfigError: moe-core does not support the configuration.
     """
     if runner.no_combine:
-        raise ConfigError("no_combine asks for every expert's output, not for their sum")
+        raise ConfigError("no_combine (separate outputs of experts) is not supported")
     if (info.b13 is None) != (info.b2 is None):
-        raise ConfigError("one of w13 and w2 has biases, the other has none")
+        raise ConfigError("w13 and w2 must both have biases or none")
     activation, params = _activation(runner)
     rows = int(info.w13_weight.shape[1])
     return FusedMoEConfig(
@@ -66,9 +66,9 @@ def _activation(runner: Any) -> tuple[MoEActivation, ActivationParams | None]:
     if (name, gated) == ("silu", True):
         if alpha is not None:
             if runner.gate_up_interleaved:
-                raise ConfigError("gate and up rows are interleaved (gate_up_interleaved)")
+                raise ConfigError("interleaved gate and up rows (gate_up_interleaved) are not supported")
             if limit is None:
-                raise ConfigError("silu with gemm1_alpha comes with a gemm1_clamp_limit, found none")
+                raise ConfigError("silu with gemm1_alpha needs a gemm1_clamp_limit, got None")
             return MoEActivation.SWIGLUOAI, ActivationParams(alpha=alpha, beta=1.0, limit=limit)
         if limit is not None:
             return MoEActivation.SWIGLUSTEP, ActivationParams(limit=limit)
@@ -77,7 +77,7 @@ def _activation(runner: Any) -> tuple[MoEActivation, ActivationParams | None]:
         beta = 4.0 if alpha is None else alpha
         return MoEActivation.SITU, ActivationParams(beta=beta, limit=math.inf if limit is None else limit)
     if (name, gated) not in _PLAIN:
-        raise ConfigError(f"activation {name}{'' if gated else ' without a gate'} is none of moe-core's")
+        raise ConfigError(f"activation {name}{'' if gated else ' without a gate'} is not supported by moe-core")
     if not (alpha is None and limit is None and clamp is None):
-        raise ConfigError(f"activation {name} comes with parameters, which SGLang does not define for it")
+        raise ConfigError(f"activation {name} has parameters, which SGLang does not define for it")
     return _PLAIN[name, gated], None

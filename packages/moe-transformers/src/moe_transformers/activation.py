@@ -39,7 +39,9 @@ def activation_of(module: nn.Module, name: str) -> tuple[MoEActivation, Activati
             if _same(apply_moe_activation(activation, inputs, params), found):
                 return activation, params
     known = ", ".join(kind.value for kind in MoEActivation if kind.is_gated is _is_gated(module))
-    raise ConfigError(f"{name} computes {_described(module)}, which is no activation of moe-core: {known}")
+    raise ConfigError(
+        f"{name} has the activation {_described(module)}, which moe-core does not support; expected one of {known}"
+    )
 
 
 def computes(module: nn.Module, name: str, activation: MoEActivation, params: ActivationParams | None) -> bool:
@@ -93,9 +95,9 @@ def _computed(module: nn.Module, name: str, gate: Tensor, up: Tensor) -> Tensor:
         else:
             result = module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))  # type: ignore[operator]
     except Exception as error:  # unknown model code may raise anything
-        raise ConfigError(f"the activation function of {name} cannot be called: {error}") from error
+        raise ConfigError(f"calling the activation function of {name} failed: {error}") from error
     if not isinstance(result, Tensor) or result.shape != gate.shape:
-        raise ConfigError(f"{name} computes {_described(module)}, which does not give one value per gate")
+        raise ConfigError(f"{name} has the activation {_described(module)}, which does not return one value per gate")
     return result
 
 

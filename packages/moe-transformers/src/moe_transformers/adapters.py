@@ -79,12 +79,12 @@ def refuse_adapter(model: nn.Module, config: Any) -> None:
         for target in () if isinstance(modules, str) else modules:
             # the experts module, or one below it ("experts.3.up_proj")
             if f".{name}".endswith(f".{target}") or f".{name.rpartition('.')[2]}." in f".{target}.":
-                raise ConfigError(f"target_modules of the adapter names {target}: {_WHY}")
+                raise ConfigError(f"target_modules of the adapter contains {target}: {_WHY}")
     targets = set(getattr(_as_here(model, config), "target_parameters", None) or ())
     for name in places:
         for key in (f"{name}.{parameter}" for parameter in _PARAMETERS):
             if any(key == target or key.endswith(f".{target}") for target in targets):
-                raise ConfigError(f"target_parameters of the adapter names {key}: {_WHY}")
+                raise ConfigError(f"target_parameters of the adapter contains {key}: {_WHY}")
 
 
 def _places(model: nn.Module) -> Iterator[str]:

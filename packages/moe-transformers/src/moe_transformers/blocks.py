@@ -74,7 +74,7 @@ def refuse_parts(module: nn.Module, name: str) -> None:
     if getattr(module, "has_post_expert_norm", False) or parts:
         what = ", ".join(parts) or "a norm after each expert"
         kind = type(module).__name__
-        raise ConfigError(f"{name} ({kind}) computes with {what}, which the experts of moe-core do not")
+        raise ConfigError(f"{name} ({kind}) computes with {what}, which moe-core does not support")
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -73,7 +73,7 @@ def top_k_of(module: nn.Module, name: str) -> int:
     found = stated_top_k(module)
     if found is not None:
         return found
-    raise ConfigError(f"the configuration of {name} does not say how many experts a token has: give top_k=")
+    raise ConfigError(f"the configuration of {name} does not state the number of experts per token: pass top_k=")
 
 
 def stated_top_k(module: nn.Module) -> int | None:
@@ -199,8 +199,8 @@ class Filled:
             scale = tensors[name]
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
                 raise TensorError(
-                    f"{name} of {self.name} has values that are no scales: transformers' load report says whether it "
-                    "was MISSING; load the checkpoint within moe_transformers.loading()"
+                    f"{name} of {self.name} contains invalid scales: check transformers' load report for MISSING, or "
+                    "load the checkpoint within moe_transformers.loading()"
                 )
 
     def _with_own_rows(self, key: QuantKey, w13_scale: Tensor, w2_scale: Tensor) -> tuple[QuantKey, Tensor, Tensor]:
@@ -221,18 +221,19 @@ def _refuse_unknown(module: nn.Module, name: str) -> None:
     known = {f"{part}{end}" for part in ("gate_up_proj", "up_proj", "down_proj") for end in _ENDS}
     for own, tensor in (*module.named_parameters(), *module.named_buffers()):
         if own not in known:
-            raise ConfigError(f"{name} has {own}, which no projection has: moe-core would leave it out")
+            raise ConfigError(f"{name} has the tensor {own}, which is not supported: moe-core would ignore it")
         if tensor.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
             raise ConfigError(
-                f"{own} of {name} is offloaded, or was not loaded: moe-core needs it on the device that it runs on"
+                f"{own} of {name} is on the meta device (offloaded or not loaded), expected the device that "
+                "the experts run on"
             )
         if type(tensor) not in (Tensor, nn.Parameter):
             raise TensorError(f"{own} of {name} is a {type(tensor).__name__}, expected a plain tensor")
     down = module.get_parameter("down_proj")
     if down.dtype is torch.int8:
-        raise ConfigError(f"{name} holds FP4 experts packed by two: moe-core does not read that form")
+        raise ConfigError(f"{name} has packed FP4 experts (two per byte), which moe-core does not support here")
     if down.dtype not in (*_SIXTEEN_BITS, torch.float8_e4m3fn):
-        raise ConfigError(f"{name} holds {down.dtype}, expected 16-bit weights or float8_e4m3fn")
+        raise ConfigError(f"{name} has dtype {down.dtype}, expected 16-bit weights or float8_e4m3fn")
 
 
 _ENDS = ("", "_bias", "_scale_inv", "_activation_scale")

@@ -95,7 +95,7 @@ def moe_core_experts_forward(
     """
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         raise TensorError(
-            "hidden_states requires grad, and moe_core computes no gradients: call the model under torch.no_grad() or "
+            "hidden_states requires grad, which moe-core does not support: call the model under torch.no_grad() or "
             'torch.inference_mode(), or train with model.set_experts_implementation("eager")'
         )
     held: _Held | None = getattr(module, _HELD, None)
@@ -132,7 +132,7 @@ def prepare_experts(model: nn.Module, *, backend: str = "auto") -> None:
     if not found:
         kinds = sum(isinstance(module, MoeCoreExperts) for module in model.modules())
         why = "all of its experts are moe-core's already" if kinds else "no module of it dispatches experts"
-        raise ConfigError(f"{type(model).__name__} has no experts that transformers filled: {why}")
+        raise ConfigError(f"{type(model).__name__} has no experts loaded by transformers: {why}")
     dtype = hidden_dtype(model)
     filled = [_filled(module, name, top_k_of(module, name), dtype) for name, module in found]
     share_workspaces(_renew(experts, backend).layer for experts in filled)
@@ -151,7 +151,7 @@ def hidden_dtype(model: nn.Module) -> torch.dtype:
     for tensor in (*embeddings.parameters(), *model.parameters()):
         if tensor.is_floating_point() and tensor.element_size() > 1:
             return tensor.dtype
-    raise ConfigError(f"{type(model).__name__} has no parameter in 16 bits: the dtype of its hidden states is unknown")
+    raise ConfigError(f"{type(model).__name__} has no 16-bit parameter: the dtype of its hidden states is unknown")
 
 
 def _filled(module: nn.Module, name: str, top_k: int, dtype: torch.dtype) -> Filled:
@@ -161,7 +161,7 @@ def _filled(module: nn.Module, name: str, top_k: int, dtype: torch.dtype) -> Fil
         names = ", ".join(registry().online_names())
         held = str(filled.module.get_parameter("down_proj").dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{name} holds experts in {held}, which moe-core quantizes only where it is asked to: "
+            f"{name} has experts in {held}, which moe-core quantizes only on request: "
             'moe_transformers.quantize_experts(model, "fp8_per_channel"), or load a quantized checkpoint within '
             "moe_transformers.loading(), also where transformers dequantized it",
             details=f"names: {names}",
@@ -209,7 +209,7 @@ def _tell_of_copies(filled: Filled, weights: MoEWeights, layer: FusedMoELayer) -
     """Warn if the layer stores the weights in separate memory."""
     if layer.weights.w13.data_ptr() != weights.w13.data_ptr():
         warnings.warn(
-            f"the backend {layer.selection.backend} has a layout of its own, so experts are in memory twice; "
+            f"the backend {layer.selection.backend} has a separate weight layout, so experts are in memory twice; "
             "moe_transformers.loading() holds them once, prepare_experts(model, backend=...) chooses another",
             ExpertsMemoryWarning,
             stacklevel=4,

@@ -26,9 +26,9 @@ def refuse_missing_experts(model: Any, missing: Iterable[str]) -> None:
     if names:
         count = f"{len(names)} parameters" if len(names) > 1 else "a parameter"
         raise CheckpointError(
-            f"{names[0]} is not in the checkpoint with its shape, under a name that transformers or moe-core reads: "
-            f"{count} of {type(model).__name__}'s experts would have random values; give all files of the "
-            "checkpoint, and the config.json that belongs to them",
+            f"{names[0]} is missing from the checkpoint, or has another name or shape there: {count} of "
+            f"{type(model).__name__}'s experts would have random values; pass all files of the checkpoint, "
+            "with the config.json that belongs to them",
             details="\n".join(names),
         )
 

@@ -91,8 +91,8 @@ def _get_hf_quantizer(
     options = replace(options, groups=groups_of(getattr(config, "distributed_config", None), options.groups))
     if quantization_config is not None:
         raise ConfigError(
-            "quantization_config is given within moe_transformers.loading(), where the checkpoint's own holds: leave "
-            "it out, or quantize 16-bit experts with loading(quantize=…)"
+            "quantization_config cannot be passed within moe_transformers.loading(), which uses the "
+            "checkpoint's own: leave it out, or quantize 16-bit experts with loading(quantize=…)"
         )
     _check_method(entries)
     return MoeCoreQuantizer(options, entries), config, device_map

@@ -204,8 +204,8 @@ class Plan:
         for index in checkpoint.moe_layers:
             if unquantized_reason(find_layer(checkpoint, index)) is None or self.options.quantize is not None:
                 raise ConfigError(
-                    f"{type(model).__name__} does not call its experts with the router's choice, as moe-core's are "
-                    "called (no class of it is marked by transformers' use_experts_implementation)"
+                    f"{type(model).__name__} does not call its experts with topk_ids and topk_weights, as moe-core "
+                    "requires (transformers' use_experts_implementation marks none of its classes)"
                 )
 
     def reserve(self, model: nn.Module, device: torch.device) -> int:
@@ -252,8 +252,8 @@ class Plan:
         if len(kinds) > 1 or "meta" in kinds:
             name, device = next((n, d) for n, d in self.devices.items() if d.type in ("cpu", "meta"))
             raise ConfigError(
-                f"the device map puts {name} on {'disk' if device.type == 'meta' else device}, and other layers on a "
-                "GPU: experts are run where they are kept; leave more memory to the GPUs (max_memory), or take more"
+                f"the device map puts {name} on {'disk' if device.type == 'meta' else device}, and other layers "
+                "on a GPU, but experts run where they are stored: raise max_memory of the GPUs, or use more GPUs"
             )
         names: dict[str, None] = {}
         with self.refusing():

@@ -70,7 +70,7 @@ def quantize_experts(
     online = registry().online(quantize)
     names = [name for name, module in experts_modules(model) if not is_quantized(module)]
     if not names:
-        raise ConfigError(f"{type(model).__name__} has no experts in 16 bits: {_what_there_is(model)}")
+        raise ConfigError(f"{type(model).__name__} has no 16-bit experts: {_what_there_is(model)}")
     for name in names:
         wrapper = wrapped_by(model, name)
         if wrapper is not None:

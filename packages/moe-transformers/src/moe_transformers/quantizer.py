@@ -34,8 +34,8 @@ def check_dtype(dtype: Any) -> None:
     for one in dtype.values() if isinstance(dtype, Mapping) else (dtype,):
         if (getattr(torch, one, one) if isinstance(one, str) else one) not in _COMPUTED:
             raise ConfigError(
-                f"dtype is {dtype!r}, expected bfloat16, float16 or float32: moe-core computes in no other; load the "
-                'model in one of them, or outside of moe_transformers.loading() with experts_implementation="eager"'
+                f"dtype is {dtype!r}, expected bfloat16, float16 or float32: load the model in one of them, or "
+                'outside moe_transformers.loading() with experts_implementation="eager"'
             )
 
 
@@ -96,7 +96,9 @@ class MoeCoreQuantizer(HfQuantizer):
         **arguments: Any,
     ) -> None:
         if not checkpoint_files:
-            raise ConfigError("state_dict is given: experts are read from a checkpoint's files; give its folder")
+            raise ConfigError(
+                "state_dict is not supported: experts are read from the checkpoint's files; pass its folder"
+            )
         folder = Path(checkpoint_files[0]).parent
         # transformers builds models on the meta device, where a checkpoint's small tensors would have no values
         with torch.device("cpu"):

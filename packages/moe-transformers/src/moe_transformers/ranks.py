@@ -29,8 +29,8 @@ def groups_of(distributed: Any, given: ParallelGroups | None) -> ParallelGroups 
     """
     if given is not None and given.parallel.all2all_backend == "reduce_scatter":
         raise ConfigError(
-            "the groups have all2all_backend 'reduce_scatter', which gives each rank a part of the tokens, and "
-            "transformers' layers need all of them on each: leave it out"
+            "all2all_backend 'reduce_scatter' of the groups is not supported: it leaves each rank a slice of "
+            "the tokens, and transformers' layers need all of them on each rank; leave it out"
         )
     if distributed is None:
         return given
@@ -38,16 +38,16 @@ def groups_of(distributed: Any, given: ParallelGroups | None) -> ParallelGroups 
     other = next((name for name in _OTHERS if (sizes.get(name) or 1) > 1), None)
     if other is not None or sizes.get("enable_expert_parallel"):
         raise ConfigError(
-            f"distributed_config has {other or 'enable_expert_parallel'}, which experts of moe-core do not follow: "
-            "give tp_size alone, and say by loading(groups=ParallelGroups.create(ep_size=…)) that experts are spread"
+            f"distributed_config has {other or 'enable_expert_parallel'}, which moe-core does not support: "
+            "pass tp_size alone, and loading(groups=ParallelGroups.create(ep_size=…)) for expert parallelism"
         )
     ranks = sizes.get("tp_size") or 1
     if given is None:
         return ParallelGroups.create(tp_size=ranks) if ranks > 1 else None
     if ranks not in (1, given.parallel.world_size):
         raise ConfigError(
-            f"distributed_config has tp_size {ranks}, the groups are of {given.parallel.world_size} ranks: the same "
-            "ranks share the experts and all else"
+            f"distributed_config has tp_size {ranks}, but the groups have {given.parallel.world_size} ranks; "
+            "expected the same number"
         )
     return given
 

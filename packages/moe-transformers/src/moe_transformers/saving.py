@@ -22,10 +22,9 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
             for module in self.modules():
                 if isinstance(module, FusedMoELayer) and not module.state_dict_without_experts:
                     raise ConfigError(
-                        "a model whose experts are moe-core's is not written: they are in the layout of a backend, "
-                        "which no checkpoint has. Keep the checkpoint that it came from, "
-                        f"{self.config.name_or_path or 'unknown here'}; within moe_core.experts_left_out(model) what "
-                        "it has beside its experts is written"
+                        "a model with experts of moe-core cannot be saved: their backend's layout is not a checkpoint "
+                        f"format. Keep the checkpoint that it came from, {self.config.name_or_path or 'unknown here'}; "
+                        "within moe_core.experts_left_out(model), everything but the experts can be saved"
                     )
         original(self, *arguments, **named)
 
@@ -43,8 +42,8 @@ def _placing(original: Callable[..., Any]) -> Callable[..., Any]:
             stray = [name for name in stray if not name.startswith(places)]
             if stray:
                 raise ConfigError(
-                    f"load_state_dict() has {len(stray)} experts' tensors that no module of this model has, "
-                    f"the first {stray[0]}: expected names below {places[0]}"
+                    f"load_state_dict() has {len(stray)} expert tensors that match no module of this model, the first "
+                    f"{stray[0]}; expected names below {places[0]}"
                 )
         return original(self, state_dict, *arguments, **named)
 

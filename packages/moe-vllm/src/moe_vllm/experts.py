@@ -278,7 +278,8 @@ class MoeCoreExperts(FusedMoEExpertsModular):
         """Write each token's weighted sum of experts to ``output`` [M, K]; see vLLM's base class."""
         if getattr(self, "post_gemm2_hook", None) is not None:
             raise ConfigError(
-                f"something follows each expert before results are summed: {ENGINE.switch}=off leaves the layer to vLLM"
+                f"a function applied to each expert's output is not supported: {ENGINE.switch}=off leaves the "
+                "layer to vLLM"
             )
         kernel = self._bound_kernel(w1, w2)
         if apply_router_weight_on_input:  # already applied in the prepare step

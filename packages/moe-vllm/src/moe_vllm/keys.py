@@ -53,7 +53,7 @@ def quant_key(key: Any) -> QuantKey | None:
     if key is None:
         return None
     if key not in _KEYS:
-        raise ConfigError(f"vLLM's {key} is none of the quant keys that are known here")
+        raise ConfigError(f"vLLM's {key} is an unknown quant key")
     return _KEYS[key]
 
 
@@ -70,5 +70,5 @@ def integer_key(key: Any, *, group_size: int, zero_points: bool, scale_dtype: to
         ConfigError: the key is unknown.
     """
     if key not in _INTEGERS:
-        raise ConfigError(f"vLLM's {key} is none of the integer weights that are known here")
+        raise ConfigError(f"vLLM's {key} is an unknown integer weight type")
     return _INTEGERS[key][zero_points].with_group(1, group_size).with_scale_dtype(scale_dtype)

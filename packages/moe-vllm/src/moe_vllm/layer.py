@@ -55,16 +55,16 @@ def _activation(moe: Any, params: Any) -> tuple[MoEActivation, ActivationParams 
         return MoEActivation.SWIGLUOAI, None
     if name == "swigluoai_uninterleave":
         if limit is None:
-            raise ConfigError("activation swigluoai_uninterleave comes with a clamp limit, found none")
+            raise ConfigError("activation swigluoai_uninterleave needs a clamp limit, got None")
         alpha, beta = (1.0 if alpha is None else alpha), (0.0 if beta is None else beta)
         return MoEActivation.SWIGLUOAI, ActivationParams(alpha=alpha, beta=beta, limit=limit)
     if name == "situ":
         beta, linear_beta = moe.activation_situ_beta, moe.activation_situ_linear_beta
         if beta is None:
-            raise ConfigError("activation situ comes with a beta, found none")
+            raise ConfigError("activation situ needs a beta, got None")
         return MoEActivation.SITU, ActivationParams(beta=beta, limit=linear_beta)
     if name not in _PLAIN:
-        raise ConfigError(f"activation {name} is none of moe-core's")
+        raise ConfigError(f"activation {name} is not supported by moe-core")
     if limit is not None and name != "swiglustep":
-        raise ConfigError(f"activation {name} comes with a clamp limit of {limit}, which vLLM does not define for it")
+        raise ConfigError(f"activation {name} has the clamp limit {limit}, which vLLM does not define for it")
     return MoEActivation.parse(name), None

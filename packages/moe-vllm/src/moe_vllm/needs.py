@@ -62,7 +62,7 @@ def check_overrides(experts: type, base: type) -> None:
     require(base, "moe_config", "quant_config")
     lacking: frozenset[str] = getattr(experts, "__abstractmethods__", frozenset())
     if lacking:
-        raise EngineChanged(f"{base.__qualname__} asks for {', '.join(sorted(lacking))}")
+        raise EngineChanged(f"{base.__qualname__} requires {', '.join(sorted(lacking))}")
     for name in vars(experts):
         theirs = getattr(base, name, None)
         if name.startswith("__") or not inspect.isroutine(theirs):

@@ -90,7 +90,7 @@ def _with_keys(arguments: dict[str, Any]) -> Asked:
 def _fp8(arguments: dict[str, Any]) -> Asked:
     for library, variables in _ASKED_BY_ENVIRONMENT.items():
         if any(map(envs.is_set, variables)) and all(getattr(envs, name) for name in variables):
-            raise ConfigError(f"{' and '.join(variables)} ask for {library}")
+            raise ConfigError(f"{' and '.join(variables)} select {library}")
     return _with_keys(arguments)
 
 
@@ -103,7 +103,7 @@ def _mxfp4(arguments: dict[str, Any]) -> Asked:
     config = getattr(layer, "quant_config", None)
     name = None if config is None else config.get_name()
     if layer is not None and name not in ("gpt_oss_mxfp4", "mxfp4"):
-        raise ConfigError(f"MXFP4 weights of {name} checkpoints are converted by a path of their own")
+        raise ConfigError(f"MXFP4 weights of {name} checkpoints are not supported: vLLM converts them separately")
     return _with_keys(
         {
             "weight_key": kMxfp4Static,
@@ -117,14 +117,14 @@ def _wna16(arguments: dict[str, Any]) -> Asked:
     if isinstance(stored, AutoGPTQConfig):
         # (vLLM itself refuses activation order here)
         if zero_points:
-            raise ConfigError("GPTQ weights with zero points are left to vLLM")
+            raise ConfigError("GPTQ weights with zero points are not supported")
     elif isinstance(stored, QuantizationArgs):
         if stored.actorder == "group":
-            raise ConfigError("weights in activation order come without it from vLLM")
+            raise ConfigError("activation order is not supported: vLLM does not pass the column order (g_idx)")
         if stored.strategy != "group":
-            raise ConfigError(f"vLLM prepares weights of the strategy {stored.strategy} for Marlin alone")
+            raise ConfigError(f"strategy {stored.strategy} is not supported: vLLM lays out its weights for Marlin only")
     elif not isinstance(stored, MoeWNA16Config):
-        raise ConfigError(f"{type(stored).__name__} stores weights in another order")
+        raise ConfigError(f"{type(stored).__name__} is not supported: it stores weights in another order")
     weight_key = arguments["weight_key"]
     key = integer_key(
         weight_key,

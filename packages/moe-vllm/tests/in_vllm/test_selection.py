@@ -126,14 +126,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "kernel does not support parallel config",
     ),
     "alternating rows": (lambda: moe_config(activation="swigluoai"), "kernel does not support MoEActivation.SWIGLUOAI"),
-    "no such activation": (lambda: moe_config(activation="relu2"), "activation relu2 is none of moe-core's"),
+    "no such activation": (lambda: moe_config(activation="relu2"), "activation relu2 is not supported"),
     "a limit that means nothing": (
         lambda: moe_config(activation="gelu", swiglu_limit=3.0),
-        "activation gelu comes with a clamp limit of 3.0, which vLLM does not define for it",
+        "activation gelu has the clamp limit 3.0",
     ),
     "no limit": (
         lambda: moe_config(activation="swigluoai_uninterleave"),
-        "activation swigluoai_uninterleave comes with a clamp limit, found none",
+        "activation swigluoai_uninterleave needs a clamp limit",
     ),
 }
 
@@ -178,7 +178,7 @@ def test_keys_that_are_not_known(device: str, brought: pytest.LogCaptureFixture)
     cut = quant_utils.create_fp8_quant_key(static=True, group_shape=quant_utils.GroupShape(64, 64))
     _refused(lambda: fp8.select_fp8_moe_backend(moe_config(), cut, quant_utils.kFp8Dynamic128Sym))
     (line,) = said(brought)
-    assert "is none of the quant keys that are known here" in line
+    assert "unknown quant key" in line
 
 
 @pytest.mark.parametrize("device", ["h200"], indirect=True)
@@ -199,7 +199,7 @@ def test_an_environment_that_asks_for_a_library(
     assert envs.VLLM_MOE_USE_DEEP_GEMM
     _refused(lambda: fp8.select_fp8_moe_backend(moe_config(), *BLOCKS))
     (line,) = said(brought)
-    assert line.endswith("VLLM_USE_DEEP_GEMM and VLLM_MOE_USE_DEEP_GEMM ask for DeepGEMM")
+    assert line.endswith("VLLM_USE_DEEP_GEMM and VLLM_MOE_USE_DEEP_GEMM select DeepGEMM")
     monkeypatch.setenv("VLLM_MOE_USE_DEEP_GEMM", "0")
     assert is_ours(fp8.select_fp8_moe_backend(moe_config(), *BLOCKS)[1])
 
@@ -211,17 +211,17 @@ def awq() -> AutoAWQConfig:
 @pytest.mark.parametrize(
     ("stored", "zero_points", "reason"),
     [
-        (awq, True, "AutoAWQConfig stores weights in another order"),
-        (lambda: AutoGPTQConfig.from_config(GPTQ), True, "GPTQ weights with zero points are left to vLLM"),
+        (awq, True, "AutoAWQConfig is not supported"),
+        (lambda: AutoGPTQConfig.from_config(GPTQ), True, "GPTQ weights with zero points are not supported"),
         (
             lambda: QuantizationArgs(**int_args(4, actorder="group")),
             False,
-            "weights in activation order come without it from vLLM",
+            "activation order is not supported",
         ),
         (
             lambda: QuantizationArgs(**int_args(4, strategy="channel", group_size=None)),
             False,
-            "vLLM prepares weights of the strategy channel for Marlin alone",
+            "strategy channel is not supported",
         ),
     ],
     ids=["awq", "gptq zero points", "activation order", "channels"],
@@ -232,7 +232,7 @@ def test_integers_that_are_left(
     key = quant_utils.kInt4Static
     _refused(lambda: int_wna16.select_wna16_moe_backend(moe_config(), key, stored(), zero_points, may_have_bias=False))
     (line,) = said(brought)
-    assert line == f"moe-vllm leaves wna16 experts to vLLM: {reason}"
+    assert line.startswith(f"moe-vllm leaves wna16 experts to vLLM: {reason}")
 
 
 def test_mxfp4_of_other_checkpoints(device: str, brought: pytest.LogCaptureFixture) -> None:
@@ -244,7 +244,7 @@ def test_mxfp4_of_other_checkpoints(device: str, brought: pytest.LogCaptureFixtu
     finally:
         oracles._layer.reset(token)
     (line,) = said(brought)
-    assert line.endswith("MXFP4 weights of fp8 checkpoints are converted by a path of their own")
+    assert "MXFP4 weights of fp8 checkpoints are not supported" in line
 
 
 # ------------------------------------------------------------------ bringing it
@@ -300,7 +300,7 @@ CHANGED: dict[str, tuple[Any, str, Any, str]] = {
         staticmethod(lambda config: True),
         "_supports_parallel_config takes config, expected moe_parallel_config",
     ),
-    "one more method": (MoeCoreExperts, "__abstractmethods__", frozenset({"more"}), "Modular asks for more"),
+    "one more method": (MoeCoreExperts, "__abstractmethods__", frozenset({"more"}), "Modular requires more"),
     "a variable": (envs, "environment_variables", {}, "has no attribute 'VLLM_USE_DEEP_GEMM'"),
 }
 

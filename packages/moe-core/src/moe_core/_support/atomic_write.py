@@ -45,7 +45,7 @@ def as_path(name: str, value: object) -> Path:
         ConfigError: ``value`` is neither.
     """
     if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
-        raise ConfigError(f"{name} is {value!r}, expected a file name: a str or an os.PathLike")
+        raise ConfigError(f"{name} is {value!r}, expected a str or an os.PathLike")
     return Path(value)
 
 

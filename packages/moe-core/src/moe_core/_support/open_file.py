@@ -129,7 +129,7 @@ class OpenFile:
         self._check_unchanged()
         if short is not None:
             raise CheckpointError(
-                f"{self.path} is truncated: {short[0]} bytes were expected at {short[1]}, {short[2]} are there"
+                f"{self.path} is truncated: expected {short[0]} bytes at offset {short[1]}, found {short[2]}"
             )
 
     def _check_unchanged(self) -> None:
@@ -220,4 +220,4 @@ def _named(path: Path) -> Iterator[None]:
     except ValueError as error:  # ValueError: the name contains a NUL character.
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{str(path)!r} is no file name: {error}") from None
+        raise CheckpointError(f"{str(path)!r} is not a valid file name: {error}") from None

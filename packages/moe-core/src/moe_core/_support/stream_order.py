@@ -53,9 +53,9 @@ class StreamOrder:
     def _wait(before: torch.cuda.Stream, device: torch.device, memory: Tensor | None) -> None:
         if _capturing(before):
             raise ConfigError(
-                f"memory that calls share was last used on {before}, which is being captured in a CUDA graph: the "
+                f"the shared workspace was last used on {before}, which is being captured in a CUDA graph: the "
                 "current stream can't wait for it. Make this call before or after the capture, or give the layers of "
-                "each stream a workspace of their own"
+                "each stream a separate workspace"
             )
         current = torch.cuda.current_stream(device)
         current.wait_stream(before)

@@ -38,7 +38,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise _DuplicateKeyError(f"the key {twice[:200]!r} stands there twice")
+        raise _DuplicateKeyError(f"duplicate key {twice[:200]!r}")
     return found
 
 

@@ -482,7 +482,7 @@ def _extents(size: int, group: int) -> list[tuple[int, int, int]]:
 def _check_parts(rows: int, parts: int) -> None:
     check_instance("parts", parts, int)
     if parts < 1 or rows % parts:
-        raise TensorError(f"{rows} rows are no {parts} stacked matrices of equal height")
+        raise TensorError(f"q has {rows} rows, expected a multiple of parts = {parts}")
 
 
 def _check_g_idx(key: QuantKey, g_idx: Tensor | None, like: Tensor) -> None:

@@ -156,11 +156,11 @@ def test_nan_shows(activation, device):
 def test_wrong_arguments(device):
     x = torch.randn(4, 6, device=device)
     for keywords, message in (
-        ({"bias": torch.zeros(5, device=device)}, r"bias has shape \[5\], expected \[6\]"),
+        ({"bias": torch.zeros(5, device=device)}, r"bias .*\[5\]"),
         ({"bias": torch.zeros(2, 6, device=device)}, "needs row_experts"),
-        ({"row_experts": torch.zeros(3, dtype=torch.int32)}, r"row_experts has shape \[3\], expected \[4\]"),
-        ({"row_counts": torch.zeros(2, dtype=torch.int32)}, r"row_counts has shape \[2\], expected \[1\]"),
-        ({"out": torch.zeros(4, 6, device=device)}, r"out has shape \[4, 6\], expected \[4, 3\]"),
+        ({"row_experts": torch.zeros(3, dtype=torch.int32)}, r"row_experts .*\[3\]"),
+        ({"row_counts": torch.zeros(2, dtype=torch.int32)}, r"row_counts .*\[2\]"),
+        ({"out": torch.zeros(4, 6, device=device)}, r"out .*\[4, 6\]"),
         ({"out": torch.zeros(3, 4, device=device).T}, "column stride 4"),
     ):
         with pytest.raises(TensorError, match=message):

@@ -161,5 +161,5 @@ def test_more_tokens_than_there_is_room_for_are_refused(device):
     x, weights, ids = calls((3,), 64, torch.float32, torch.int32, device)[0]
     with pytest.raises(TensorError, match="hidden_states .*3"):
         push_tokens(buffer, x, ids, weights, tables, TokenCode(64, torch.float32))
-    with pytest.raises(TensorError, match=r"results .*\[3, 64\]"):
+    with pytest.raises(TensorError, match=r"partial .*\[3, 64\]"):
         push_results(buffer, x, ids)

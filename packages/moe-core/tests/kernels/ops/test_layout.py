@@ -137,16 +137,16 @@ def test_a_converted_layer_exists_once_beside_its_source() -> None:
 def test_what_is_refused() -> None:
     w = torch.zeros(2, 6, 8)
     for call, message in (
-        (lambda: swap_halves(w[:, :5]), r"w has shape \[2, 5, 8\], expected \[E, 2N, ...\]"),
-        (lambda: interleave_halves(w, group=2), "with N a multiple of 2"),
-        (lambda: permute_rows(w, torch.zeros(3, 6, dtype=torch.int64)), "index has shape"),
-        (lambda: permute_rows(w, torch.zeros(6)), "index has dtype torch.float32"),
-        (lambda: block_major(w, 3), "w has 8 columns, expected a multiple of 3"),
-        (lambda: block_major(w, 4, index=torch.zeros(2, 6, dtype=torch.int64)), "index has shape"),
-        (lambda: pad_matrices(w, 5, 8), "expected 1 matrices of at most 5x8"),
-        (lambda: swap_halves(w, out=torch.zeros(2, 6, 7)), "out has shape"),
-        (lambda: swap_halves(w, out=torch.zeros(2, 8, 6).mT), "out is on cpu with strides"),
-        (lambda: swap_halves(w, out=w), "out lies in the memory of w"),
+        (lambda: swap_halves(w[:, :5]), r"w .*\[2, 5, 8\]"),
+        (lambda: interleave_halves(w, group=2), "multiple of 2"),
+        (lambda: permute_rows(w, torch.zeros(3, 6, dtype=torch.int64)), r"index .*shape"),
+        (lambda: permute_rows(w, torch.zeros(6)), "index .*torch.float32"),
+        (lambda: block_major(w, 3), "w .*8 columns"),
+        (lambda: block_major(w, 4, index=torch.zeros(2, 6, dtype=torch.int64)), r"index .*shape"),
+        (lambda: pad_matrices(w, 5, 8), "5x8"),
+        (lambda: swap_halves(w, out=torch.zeros(2, 6, 7)), "out .*shape"),
+        (lambda: swap_halves(w, out=torch.zeros(2, 8, 6).mT), "out .*strides"),
+        (lambda: swap_halves(w, out=w), r"\bout .*\bw\b"),
         (lambda: by_experts(lambda a, b: None, w, torch.zeros(3, 1)), r"expected \[2, ...\]"),
     ):
         with pytest.raises(TensorError, match=message):

@@ -171,13 +171,13 @@ def test_wrong_calls(device):
     x, index = torch.randn(3, 4, device=device), torch.zeros(5, dtype=torch.int32, device=device)
     for call, message in (
         (lambda: gather_rows(x.T, index), "column stride 4"),
-        (lambda: gather_rows(x, index.float()), "index has dtype torch.float32"),
-        (lambda: gather_rows(x, index, scale=torch.ones(2, 1)), r"scale has shape \[2, 1\], expected \[3, S\]"),
-        (lambda: gather_rows(x, index, out=torch.ones(5, 3)), r"out has shape \[5, 3\], expected \[5, 4\]"),
-        (lambda: gather_rows(x, index, out=torch.ones(5, 4).half()), "out has dtype torch.float16"),
-        (lambda: gather_rows(x, index, count=index), r"count has shape \[5\], expected \[1\]"),
-        (lambda: scatter_rows(x, index, num_rows=9), "index has 5 entries, expected 3 rows x 1"),
-        (lambda: assign_slots(index, num_experts=1, max_tokens=1), r"topk_ids has shape \[5\]"),
+        (lambda: gather_rows(x, index.float()), "index .*torch.float32"),
+        (lambda: gather_rows(x, index, scale=torch.ones(2, 1)), r"scale .*\[2, 1\]"),
+        (lambda: gather_rows(x, index, out=torch.ones(5, 3)), r"out .*\[5, 3\]"),
+        (lambda: gather_rows(x, index, out=torch.ones(5, 4).half()), "out .*torch.float16"),
+        (lambda: gather_rows(x, index, count=index), r"count .*\[5\]"),
+        (lambda: scatter_rows(x, index, num_rows=9), "index .*5 entries"),
+        (lambda: assign_slots(index, num_experts=1, max_tokens=1), r"topk_ids .*\[5\]"),
         (lambda: batch_tokens(x, index[:4].view(2, 2), num_experts=1, max_tokens=1), r"expected \[3, k\]"),
     ):
         with pytest.raises(TensorError, match=message):

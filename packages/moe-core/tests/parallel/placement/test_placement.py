@@ -82,9 +82,9 @@ def test_layers_in_a_file(tmp_path: Path) -> None:
     save_placements(tmp_path / "link", {0: layers[3]})
     assert load_placements(path) == {0: layers[3]}
     for wrong, message in (
-        ({-1: layers[3]}, "the index of a layer must be an integer of 0 or more, got -1"),
-        ({"3": layers[3]}, "the index of a layer must be an integer of 0 or more, got '3'"),
-        ({3: layers[3].to_json()}, "layer 3 has the placement {.*}, expected an ExpertPlacement"),
+        ({-1: layers[3]}, "layer.*-1"),
+        ({"3": layers[3]}, "layer.*'3'"),
+        ({3: layers[3].to_json()}, "layer 3 .*ExpertPlacement"),
     ):
         with pytest.raises(ConfigError, match=message):
             save_placements(path, wrong)  # type: ignore[arg-type]
@@ -93,20 +93,20 @@ def test_layers_in_a_file(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "other", "placement.json"]
     assert load_placements(path) == {0: layers[3]}
     for content, message in (
-        ("{", "is not valid JSON"),
-        ("[]", "expected an object"),
-        ("{}", "holds no placements"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"version": true, "layers": {}}', "has version True"),
+        ("{", "JSON"),
+        ("[]", "object"),
+        ("{}", "placements"),
+        ("[" * 100_000, "nested"),
+        ('{"version": true, "layers": {}}', "version True"),
         ('{"version": 1.0, "layers": {}}', "has version 1.0"),
-        ('{"version": 1, "version": 1, "layers": {}}', "'version' stands there twice"),
-        (f'{{"version": 1, "layers": {{"{"9" * 5000}": 0}}}}', "is no index"),
-        ('{"version": 1, "layers": {"00": {"num_experts": 1, "ranks": [[0]]}}}', "'00' is no index"),
-        ('{"version": 1, "layers": {"²": 0}}', "is no index"),
-        ('{"version": 2, "layers": {}}', "has version 2, expected 1"),
-        ('{"version": 1, "layers": {"a": 0}}', "'a' is no index"),
-        ('{"version": 1, "layers": {"5": {"num_experts": 2, "ranks": [[0]]}}}', "layer 5: no rank holds expert 1"),
-        ('{"version": 1, "layers": {"5": {"ranks": [[0]]}}}', "layer 5: .* is no placement"),
+        ('{"version": 1, "version": 1, "layers": {}}', "'version'"),
+        (f'{{"version": 1, "layers": {{"{"9" * 5000}": 0}}}}', "index"),
+        ('{"version": 1, "layers": {"00": {"num_experts": 1, "ranks": [[0]]}}}', "'00'"),
+        ('{"version": 1, "layers": {"²": 0}}', "index"),
+        ('{"version": 2, "layers": {}}', "version 2"),
+        ('{"version": 1, "layers": {"a": 0}}', "'a'"),
+        ('{"version": 1, "layers": {"5": {"num_experts": 2, "ranks": [[0]]}}}', "layer 5.*expert 1"),
+        ('{"version": 1, "layers": {"5": {"ranks": [[0]]}}}', "layer 5"),
     ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
@@ -153,9 +153,9 @@ def test_tables_take_another_placement_in_place() -> None:
     assert places == (tables.slots.data_ptr(), tables.counts.data_ptr())
     before = tables.slots.clone()
     for placement, message in (
-        (ExpertPlacement.contiguous(4, 1), "up to 4 experts on a rank, the tables have room for 3"),
-        (ExpertPlacement(3, ((0, 1), (2,))), "is of 3 experts, the tables are of 4"),
-        (ExpertPlacement(4, ((0, 1), (2, 0), (3, 0))), "up to 3 replicas of an expert, the tables have room for 2"),
+        (ExpertPlacement.contiguous(4, 1), "4 experts"),
+        (ExpertPlacement(3, ((0, 1), (2,))), "3 experts"),
+        (ExpertPlacement(4, ((0, 1), (2, 0), (3, 0))), "3 replicas"),
     ):
         with pytest.raises(ConfigError, match=message):
             tables.copy_(placement)

@@ -125,6 +125,5 @@ def test_a_config_names_its_prepare_finalize() -> None:
         load_prepare_finalize("alltoal")
     for ep, tp in ((2, 1), (1, 2)):
         parallel = FusedMoEParallelConfig.of_rank(0, ep_size=ep, tp_size=tp, dp_size=2)
-        crossing = rf"tokens cross ranks \(dp 2, ep {ep}, tp {tp}\): pass groups= or prepare_finalize="
-        with pytest.raises(ConfigError, match=crossing):
+        with pytest.raises(ConfigError, match=rf"ep {ep}, .*prepare_finalize="):
             default_prepare_finalize(replace(config, num_local_experts=8 // ep, parallel=parallel))

@@ -122,7 +122,7 @@ class DeepGemmExperts(FusedMoEExpertsModular):
             ("w2_scale", weights.w2_scale, weights.w2),
         ):
             if scale is None:
-                raise TensorError(f"{name} is missing: the weights are quantized as {weights.weight_key}")
+                raise TensorError(f"{name} is missing, but weight_key is {weights.weight_key}")
             scales.append(packed_exponents(scale, matrix.shape[1]) if self.power_of_two else scale.contiguous())
         return KernelWeights(
             w13=weights.w13.contiguous(),

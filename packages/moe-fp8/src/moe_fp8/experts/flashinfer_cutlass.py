@@ -77,7 +77,9 @@ class FlashInferCutlassFp8TensorExperts(FlashInferCutlassExperts):
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
         a1, a2 = weights.w13_input_scale, weights.w2_input_scale
         if w13_scale is None or w2_scale is None or a1 is None or a2 is None:
-            raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
+            raise TensorError(
+                "w13_scale, w2_scale, w13_input_scale or w2_input_scale is missing: per-tensor FP8 needs all four"
+            )
         w13_scale, ratio = shared_ratio(w13_scale)
         a1 = a1.amax().expand_as(a1)
         size = self.intermediate_size

@@ -119,7 +119,9 @@ class TrtLlmFp8TensorExperts(TrtLlmFp8Experts):
         w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
         a1, a2 = weights.w13_input_scale, weights.w2_input_scale
         if w13_scale is None or w2_scale is None or a1 is None or a2 is None:
-            raise TensorError("per-tensor FP8 weights come with w13_scale, w2_scale and both input scales")
+            raise TensorError(
+                "w13_scale, w2_scale, w13_input_scale or w2_input_scale is missing: per-tensor FP8 needs all four"
+            )
         gated, size, hidden = self.config.is_gated, self.intermediate_size, self.hidden_size
         parts = 2 if gated else 1
         order13, order2 = trtllm_row_order(parts * size, 128, gated=gated), trtllm_row_order(hidden, 128)

@@ -85,7 +85,7 @@ class Codes:
             TensorError: ``desc`` describes 16-bit activations.
         """
         if desc.key is None:
-            raise TensorError("activations in 16 bits have no codes")
+            raise TensorError("activation_key is None: 16-bit activations are not quantized")
         found = quantize_tensor(x, desc.key, scale=desc.scale, zero_point=desc.zero_point)
 
         zero_point = found.zero_point
@@ -201,6 +201,6 @@ def _product(x: Codes, weights: KernelWeights, name: str, expert: int) -> Tensor
 def _code_sums(weights: Tensor, scale: Tensor | None) -> Tensor:
     """Sum the codes of ``weights`` [E, rows, K] that share a scale: int32 [E, rows, groups]."""
     if scale is None:
-        raise TensorError("the weights' scale is missing")
+        raise TensorError("scale is missing, but the weights are quantized")
     experts, rows, groups = scale.shape
     return weights.reshape(experts, rows, groups, -1).sum(dim=3, dtype=torch.int32)

@@ -95,7 +95,9 @@ class TritonInt8Experts(Int8ScaledMMExperts):
             for name in ("w13", "w2"):
                 scale, zero = getattr(weights, f"{name}_input_scale"), getattr(weights, f"{name}_input_zero_point")
                 if scale is None or (zero is None) == self.zero_points:
-                    raise TensorError(f"{name}'s static scales do not fit the activation key {self.activation_key}")
+                    raise TensorError(
+                        f"{name}: static scales are not supported with the activation key {self.activation_key}"
+                    )
                 if zero is not None:
                     extra[f"{name}_input"] = scale_and_zero(scale, zero)
         return KernelWeights(

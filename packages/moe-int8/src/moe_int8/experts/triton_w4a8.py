@@ -112,7 +112,7 @@ class TritonW4A8Int8Experts(Int8ScaledMMExperts):
     def group_size(self) -> int:
         """Columns that share a scale; -1 for one scale per row."""
         if self.weight_key is None:
-            raise TensorError("16-bit weights are not read here")
+            raise TensorError("weight_key is None (16-bit weights), expected a quantized weight key")
         return self.weight_key.group_size
 
     @property

@@ -134,7 +134,7 @@ class OAITritonExperts(PaddedExperts, FusedMoEExpertsModular):
         quant = weights.quant_config
         codes, desc = (weights.w13, quant.w1) if name == "w13" else (weights.w2, quant.w2)
         if desc.scale is None:
-            raise TensorError(f"the scale of {name} is missing")
+            raise TensorError(f"{name}_scale is missing")
         # the library's matrices are column-major
         values = calls.HopperMXValueLayout([experts, cols // 2, rows], mx_axis=1)
         scales = calls.HopperMXScaleLayout([experts, cols // GROUP, rows], mx_axis=1, num_warps=_warps(rows))

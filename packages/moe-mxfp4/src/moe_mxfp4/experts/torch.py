@@ -45,5 +45,5 @@ class TorchMxfp4Experts(TorchExperts):
 
     def product(self, x: Tensor, weights: Tensor, desc: FusedMoEQuantDesc, expert: int, parts: int = 1) -> Tensor:
         if desc.scale is None:
-            raise TensorError("the weights' scale is missing")
+            raise TensorError("scale is missing, but the weights are quantized")
         return blocks.product(x, weights[expert], desc.scale[expert])

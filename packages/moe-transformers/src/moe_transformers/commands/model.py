@@ -106,8 +106,8 @@ def load(args: argparse.Namespace) -> Loaded:
     ours = args.experts == IMPLEMENTATION
     if not ours and (args.quantize is not None or args.backend != "auto" or args.activation_key is not None):
         raise ConfigError(
-            f"--experts {args.experts} leaves the experts to transformers: --backend, --quantize and --activation-key "
-            f"go with --experts {IMPLEMENTATION}"
+            f"--experts {args.experts} runs the experts in transformers: --backend, --quantize and "
+            f"--activation-key require --experts {IMPLEMENTATION}"
         )
     options: dict[str, Any] = {} if ours else {"experts_implementation": args.experts}
     context = (
@@ -159,8 +159,8 @@ def of_transformers(args: argparse.Namespace, what: str = "load") -> Iterator[No
         # transformers' name for tensors whose shapes differ from the modules'
         if "ignore_mismatched_sizes" in str(error):
             raise CheckpointError(
-                f"transformers cannot load {args.path}: shapes of its tensors are not those that config.json gives; "
-                "the report above names them (MISMATCH)"
+                f"transformers cannot load {args.path}: shapes of its tensors differ from config.json; the report "
+                "above lists them (MISMATCH)"
             ) from error
         text = " ".join(str(error).split())
         raise CheckpointError(f"transformers cannot {what} {args.path}: {type(error).__name__}: {text}") from error

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and (type(longest) is not int or longest < 2):
         raise CheckpointError(
-            f"config.json of {args.path} has the max_position_embeddings {longest!r}, expected an integer of 2 or more"
+            f"config.json of {args.path} : max_position_embeddings is {longest!r}, expected an integer of 2 or more"
         )
     window = _check(args, longest)
     loaded = load(args)
@@ -116,7 +116,7 @@ def _read(args: argparse.Namespace) -> str:
     try:
         text: str = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--text {args.text} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"--text {args.text} is not valid UTF-8: {error.reason} at byte {error.start}") from None
     return text
 
 

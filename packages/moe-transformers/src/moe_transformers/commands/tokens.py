@@ -61,10 +61,10 @@ def tokens_of(args: argparse.Namespace, tokenizer: Any, text: str, name: str) ->
     with of_transformers(args):
         size = AutoConfig.from_pretrained(args.path).get_text_config().vocab_size
     if type(size) is not int or size < 1:
-        raise CheckpointError(f"config.json of {args.path} has the vocab_size {size!r}, expected a positive integer")
+        raise CheckpointError(f"config.json of {args.path} : vocab_size is {size!r}, expected a positive integer")
     wrong = next((number for number in ids if not 0 <= number < size), None)
     if wrong is not None:
-        raise ConfigError(f"{name} has the token {wrong}, expected 0 to {size - 1}: the model's vocabulary")
+        raise ConfigError(f"{name} contains the token id {wrong}, expected 0 to {size - 1} (vocab_size)")
     return torch.tensor(ids)
 
 
@@ -72,5 +72,7 @@ def _parsed(text: str, name: str) -> list[int]:
     words = text.replace(",", " ").split()
     wrong = next((word for word in words if not re.fullmatch(r"[+-]?[0-9]{1,18}", word)), None)
     if wrong is not None:
-        raise ConfigError(f"{name} has {wrong[:40]!r}, which is no token id; --ids asks for these alone, e.g. 1 2 3")
+        raise ConfigError(
+            f"{name} contains {wrong[:40]!r}, which is not a token id; with --ids, expected ids only, e.g. 1 2 3"
+        )
     return [int(word) for word in words]

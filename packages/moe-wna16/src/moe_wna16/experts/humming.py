@@ -122,7 +122,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
     @property
     def _key(self) -> QuantKey:
         if self.weight_key is None:
-            raise ConfigError(f"{type(self).__name__} reads quantized weights: the weight key is missing")
+            raise ConfigError(f"{type(self).__name__} needs quantized weights, but weight_key is None")
         return self.weight_key
 
     def layer_arguments(self, rows: int, cols: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class TorchWNA16Experts(TorchExperts):
                 x = torch.cat((x, x.new_zeros(len(x), 1)), dim=1).index_select(1, desc.g_idx[expert])
             return int4pack.product(x, weights[expert], scale[expert])
         if desc.key is None:
-            raise TensorError("the weights' quant key is missing")
+            raise TensorError("weight_key is None, expected a quantized weight key")
         one = GroupedCodes(
             desc.key,
             weights[expert],
@@ -114,5 +114,5 @@ def _packed(codes: Tensor, desc: FusedMoEQuantDesc, key: QuantKey, group: int) -
 
 def _given(scale: Tensor | None) -> Tensor:
     if scale is None:
-        raise TensorError("the weights' scale is missing")
+        raise TensorError("scale is missing, but the weights are quantized")
     return scale

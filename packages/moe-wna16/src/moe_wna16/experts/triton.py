@@ -94,7 +94,7 @@ class TritonWNA16Experts(GroupedExperts):
     def bits(self) -> int:
         """Bits per code."""
         if self.weight_key is None:
-            raise TensorError("16-bit weights are not read here")
+            raise TensorError("weight_key is None (16-bit weights), expected a quantized weight key")
         return self.weight_key.dtype.bits
 
     @property

@@ -44,7 +44,7 @@ def specialize(function: Any, **values: Any) -> Any:
     read = set(fn.__code__.co_names) & set(fn.__globals__)
     if not read >= set(values):
         unknown, known = ", ".join(sorted(set(values) - read)), ", ".join(sorted(read))
-        raise ConfigError(f"{fn.__qualname__} reads no {unknown} of its module, expected some of {known}")
+        raise ConfigError(f"{fn.__qualname__} does not read the global {unknown}; expected some of {known}")
     # in the interpreter, the product with a constant would become a constant
     functions = {name: value for name, value in values.items() if INTERPRET or hasattr(value, "fn")}
     constants = {name: tl.constexpr(value) for name, value in values.items() if name not in functions}

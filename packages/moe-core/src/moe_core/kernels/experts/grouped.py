@@ -253,7 +253,9 @@ class GroupedExperts(FusedMoEExpertsModular):
         quant = weights.quant_config
         scale, bias = (quant.w1_scale, quant.w1_bias) if name == "w13" else (quant.w2_scale, quant.w2_bias)
         if scale is None:
-            raise TensorError("the quant config of quantized weights holds w1_scale and w2_scale")
+            raise TensorError(
+                "w1_scale or w2_scale is missing: the quantization config of quantized weights needs both"
+            )
         return scale, bias
 
     def block_major(self, weights: MoEWeights, name: str) -> Tensor:

@@ -92,7 +92,7 @@ class MarlinExperts(GroupedExperts):
     def quantized_key(self) -> QuantKey:
         """Quantization of the weights; raises TensorError for 16-bit weights."""
         if self.weight_key is None:
-            raise TensorError("16-bit weights are not read here")
+            raise TensorError("weight_key is None (16-bit weights), expected a quantized weight key")
         return self.weight_key
 
     def matrix(self, name: str, weights: KernelWeights) -> MarlinMatrix:

@@ -48,7 +48,7 @@ class ScaledMMExperts(ScaledGemvExperts):
         if key is not None and key.is_static:
             return "static"
         if key is None or not (key.group_shape.is_per_row or key.group_shape.is_per_tensor):
-            raise TensorError(f"activations are quantized per token, per tensor or statically here, the key is {key}")
+            raise TensorError(f"activation_key {key} is not supported; expected scales per token, per tensor or static")
         return "token" if key.group_shape.is_per_row else "tensor"
 
     @property

@@ -127,7 +127,7 @@ def _element(within: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
     """Return one element of the storage of ``within``, at a byte offset from its start."""
     place, beyond = divmod(offset, dtype.itemsize)
     if beyond:
-        raise NotReplayable(f"a descriptor {offset} bytes from the start of its memory")
+        raise NotReplayable(f"a descriptor at byte offset {offset}, not a multiple of its element size")
     return torch.empty(0, dtype=dtype, device=within.device).set_(within.untyped_storage(), place, (1,), (1,))
 
 

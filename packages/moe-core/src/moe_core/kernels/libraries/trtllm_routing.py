@@ -150,7 +150,7 @@ class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
         """
         config, routing = self.config, self.config.routing
         if routing is None:
-            raise ConfigError(f"{type(self).__name__} routes by itself: the config needs a routing")
+            raise ConfigError(f"{type(self).__name__} is monolithic: it needs a routing in the config, got None")
         return {
             "routing_logits": router_logits,
             "routing_bias": correction_bias,

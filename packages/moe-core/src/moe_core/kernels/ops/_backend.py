@@ -35,7 +35,7 @@ def use_triton(tensor: Tensor, backend: str, *, unsupported: str | None = None) 
     if backend == "auto":
         return on_gpu and unsupported is None
     if unsupported is not None:
-        raise ConfigError(f"the Triton kernel does not cover this: {unsupported}")
+        raise ConfigError(f"not supported by the Triton kernel: {unsupported}")
     # meta tensors: the launch is only recorded
     if not on_gpu and tensor.device.type != "meta" and not interpreting():
         raise UnsupportedDeviceError(

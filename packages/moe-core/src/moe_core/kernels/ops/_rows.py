@@ -36,9 +36,9 @@ class Rows:
         if self.activation is not None:
             object.__setattr__(self, "params", self.activation.resolve_params(self.params))
             if self.activation.is_gated and x.shape[-1] % 2:
-                raise TensorError(f"x has {x.shape[-1]} columns, expected gate and up: an even number")
+                raise TensorError(f"x has {x.shape[-1]} columns, expected an even number: gate and up")
         elif self.params is not None:
-            raise ConfigError("activation parameters were given without an activation")
+            raise ConfigError("activation_params is given without an activation")
         if self.bias is not None:
             check_dtype("bias", self.bias, FLOATS)
             check_shape("bias", self.bias, (x.shape[-1],) if self.bias.dim() == 1 else ("experts", x.shape[-1]))

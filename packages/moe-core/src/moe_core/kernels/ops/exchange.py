@@ -138,10 +138,15 @@ class ExchangeShape:
             TensorError: If there are more tokens than the capacity, or the tokens do not fit the buffer.
         """
         if tokens > self.capacity:
-            raise TensorError(f"hidden_states has {tokens} tokens, the buffers are for {self.capacity} of each rank")
+            raise TensorError(
+                f"hidden_states has {tokens} tokens, expected at most {self.capacity} per rank, the capacity "
+                "of the buffers"
+            )
         needed, there = self.nbytes_of(code), self.nbytes if room is None else room
         if needed > there:
-            raise TensorError(f"tokens as {code} take {needed} bytes, the buffers have {there}: take larger groups")
+            raise TensorError(
+                f"tokens quantized to {code} need {needed} bytes, but the buffers have {there}: use larger scale groups"
+            )
 
 
 @functools.lru_cache(maxsize=512)
@@ -421,7 +426,7 @@ def push_results(buffer: ExchangeBuffer, partial: Tensor, experts: Tensor) -> No
     shape = buffer.shape
     if tuple(partial.shape) != (shape.rows, shape.columns) or partial.dtype != shape.dtype:
         raise TensorError(
-            f"results are {partial.dtype} {list(partial.shape)}, expected {shape.dtype} {[shape.rows, shape.columns]}"
+            f"partial is {partial.dtype} {list(partial.shape)}, expected {shape.dtype} {[shape.rows, shape.columns]}"
         )
     block, warps = _columns(shape.columns)
     chunks = -(-shape.columns // block)

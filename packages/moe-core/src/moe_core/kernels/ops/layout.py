@@ -208,7 +208,7 @@ def _output(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if out.device != like.device or not out.is_contiguous():
         raise TensorError(f"out is on {out.device} with strides {out.stride()}, expected contiguous on {like.device}")
     if out.untyped_storage().data_ptr() == like.untyped_storage().data_ptr() and out.numel():
-        raise TensorError("out lies in the memory of w, which would be overwritten while it is read")
+        raise TensorError("out shares memory with w, which would be overwritten while it is read")
     return out
 
 

@@ -44,7 +44,7 @@ class OnlineQuantization:
     def __post_init__(self) -> None:
         if self.activation_key is not None and self.activation_key.is_static:
             raise ConfigError(
-                f"{self.name}: 16-bit experts come without activation scales, the activation key is "
+                f"{self.name}: activation_key must be dynamic, since 16-bit checkpoints have no activation scales; got "
                 f"{self.activation_key}"
             )
 
@@ -63,7 +63,7 @@ class OnlineQuantization:
             TensorError: If the weights are already quantized, or their shapes contradict each other.
         """
         if weights.weight_key is not None:
-            raise TensorError(f"{self.name} quantizes 16-bit weights, these are {weights.weight_key}")
+            raise TensorError(f"{self.name} quantizes 16-bit weights, but weight_key is {weights.weight_key}")
         check_shape("w13", weights.w13, ("E", "2N or N", "K"))
         check_shape("w2", weights.w2, (weights.w13.shape[0], weights.w13.shape[2], "N"))
         rows, inter = weights.w13.shape[1], weights.w2.shape[2]

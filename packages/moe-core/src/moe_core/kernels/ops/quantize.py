@@ -88,7 +88,7 @@ def quantize_activation_asymmetric(
         Codes of the shape of ``x``, scales [M, 1] and zero points [M, 1] int32.
     """
     if key.symmetric:
-        raise ConfigError(f"quantize_activation_asymmetric needs a key with zero points, got {key}")
+        raise ConfigError(f"quantize_activation_asymmetric needs a key with zero points; got {key}")
     rows = Rows(x, row_counts=row_counts)
     zero_point = torch.zeros((*x.shape[:-1], 1), dtype=torch.int32, device=x.device)
     return _quantize(rows, key, None, False, None, None, zero_point, pdl, backend)
@@ -172,7 +172,7 @@ def _quantize(
         return Quantized(out, scale if key.is_static else scale.zero_(), zero_point)
     unsupported = None if code != "e4m3" or x.device.type != "cuda" else without_e4m3(x)
     if key.scale.rounding != "up":
-        unsupported = f"scales are rounded up, the key is {key}"
+        unsupported = f"scales must be rounded up; got key {key}"
     if not use_triton(x, backend, unsupported=unsupported):
         return _quantize_torch(rows, key, static_scale, power_of_two, out, scale, zero_point)
     from moe_core.kernels.ops._quantize_launch import launch_groups, launch_rows, launch_tensor
@@ -198,26 +198,27 @@ def _check_key(
     plain = key.packing is None and key.scale2 is None and not key.permuted and not key.pre_scaled
     if key.dtype not in _CODES or not plain:
         raise ConfigError(
-            f"activations are quantized to e4m3 or int8, with one level of scales, not packed or permuted; got {key}"
+            f"key {key} is not supported for activations; expected e4m3 or int8 codes with one level of scales, "
+            "neither packed nor permuted"
         )
     if key.symmetric is asymmetric:
         name = "quantize_activation" if asymmetric else "quantize_activation_asymmetric"
-        raise ConfigError(f"the key is {key}: use {name}")
+        raise ConfigError(f"key is {key}: use {name}() for it")
     if asymmetric and not (shape.is_per_row and key.dtype == INT8):
-        raise ConfigError(f"zero points go with int8 per token, the key is {key}")
+        raise ConfigError(f"zero points require int8 per token, but the key is {key}")
     grouped = shape.row == 1 and shape.col > 0
     if grouped and (shape.col & (shape.col - 1) or shape.col > 1024):
-        raise ConfigError(f"the group size of activations is a power of two up to 1024, the key is {key}")
+        raise ConfigError(f"the group size of activations must be a power of two up to 1024; got key {key}")
     if not (grouped or shape.is_per_row or shape.is_per_tensor):
-        raise ConfigError(f"activations have scales per tensor, token or 1 x G group, the key is {key}")
+        raise ConfigError(f"activation scales must be per tensor, per token or per 1 x G group; got key {key}")
     if key.scale.dtype is not torch.float32 and not (is_e8m0(key.scale.dtype) and grouped):
-        raise ConfigError(f"scales of activations are float32, or e8m0 per group, the key is {key}")
+        raise ConfigError(f"activation scales must be float32, or e8m0 per group; got key {key}")
     if power_of_two and not (grouped and key.scale.dtype is torch.float32):
-        raise ConfigError(f"power_of_two goes with float32 scales per group, the key is {key}")
+        raise ConfigError(f"power_of_two requires float32 scales per group, but the key is {key}")
     if key.is_static != (static_scale is not None):
-        raise TensorError(f"static_scale is {'missing' if static_scale is None else 'given'}, the key is {key}")
+        raise TensorError(f"static_scale is {'missing' if static_scale is None else 'given'}, but the key is {key}")
     if key.is_static and not shape.is_per_tensor:
-        raise ConfigError(f"static scales of activations are per tensor, the key is {key}")
+        raise ConfigError(f"static activation scales must be per tensor; got key {key}")
     return _CODES[key.dtype]
 
 

@@ -61,10 +61,10 @@ def quantize_weights(
     check_shape("w", w, ("E", "rows", "K"))
     check_dtype("w", w, FLOATS)
     if key.permuted:
-        raise ConfigError(f"weights of permuted columns are not quantized here, the key is {key}")
+        raise ConfigError(f"key {key} is not supported: weights with permuted columns cannot be quantized")
     experts, rows, cols = w.shape
     if parts < 1 or rows % parts:
-        raise TensorError(f"{rows} rows are no {parts} stacked matrices of equal height")
+        raise TensorError(f"w has {rows} rows, expected a multiple of parts = {parts}")
     out = _output("out", out, _storage_shape(key, experts, rows, cols), storage_dtypes(key)[0], w)
     shape = scale_shape(key, experts, rows, cols, parts)
     scale = _output("scale_out", scale_out, shape, key.scale.dtype, w)
@@ -109,21 +109,21 @@ def _unsupported(key: QuantKey, w: Tensor) -> str | None:
             None if w.shape[2] % group.col == 0 else f"groups are whole, w has {w.shape[2]} columns; the key is {key}"
         )
     if key.dtype not in (FP8_E4M3, INT8) or key.packing is not None or not key.symmetric or key.scale2 is not None:
-        return f"weights are quantized to MXFP4, or e4m3 or int8, symmetric with one level of scales; the key is {key}"
+        return f"codes must be MXFP4, or symmetric e4m3 or int8 with one level of scales; got key {key}"
     if key.scale.rounding != "up":
-        return f"scales are rounded up, the key is {key}"
+        return f"scales must be rounded up; got key {key}"
     in_groups = group.row == 1 and group.col > 0
     if key.scale.dtype is not torch.float32 and not (is_e8m0(key.scale.dtype) and group.col > 0):
-        return f"scales are float32, or e8m0 for blocks and groups, the key is {key}"
+        return f"scales must be float32, or e8m0 for blocks and groups; got key {key}"
     if in_groups and (group.col & (group.col - 1) or group.col > 1024):
-        return f"groups along K have a power of two up to 1024 columns, the key is {key}"
+        return f"groups along K must have a power of two up to 1024 columns; got key {key}"
     in_blocks = group.row > 1 and group.col > 0
     if in_blocks and power_of_two(group.row) * power_of_two(group.col) > _MAX_TILE:
-        return f"blocks have at most {_MAX_TILE} values, the key is {key}"
+        return f"blocks must have at most {_MAX_TILE} values; got key {key}"
     if in_blocks and power_of_two(group.row) * w.shape[2] >= 1 << 31:
-        return f"rows of a block span less than 2**31 values, w has {w.shape[2]} columns and the key is {key}"
+        return f"the rows of a block must span less than 2**31 values; w has {w.shape[2]} columns and the key is {key}"
     if not (group.is_per_tensor or group.is_per_row or in_groups or in_blocks):
-        return f"scales are per tensor, per row, in groups along K or in blocks, the key is {key}"
+        return f"scales must be per tensor, per row, per group along K or per block; got key {key}"
     return without_e4m3(w) if key.dtype == FP8_E4M3 and w.device.type == "cuda" else None
 
 

@@ -48,7 +48,7 @@ class TokenCode:
             and key.scale2 is None
         ):
             raise ConfigError(
-                f"tokens are sent as they are, or as e4m3 or int8 with scales of each token's own, the key is {key}"
+                f"key {key} is not supported for sending tokens; expected None, or e4m3 or int8 with scales per token"
             )
 
     def __hash__(self) -> int:

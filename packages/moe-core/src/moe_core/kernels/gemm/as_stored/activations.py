@@ -115,6 +115,7 @@ def quantizer(key: QuantKey | None, bits: int | None) -> Any:
         made = specialize(round_mx, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
     else:
         raise ConfigError(
-            f"activations are 16-bit here, e4m3 per token, 128 columns or expert, MXFP8 or MXFP4, got {key}"
+            f"activation_key {key} is not supported; expected None (16-bit), e4m3 per token, per 128 columns "
+            "or static, MXFP8 or MXFP4"
         )
     return specialize(arranged, CODES=0 if bits is None else 32 // bits, quantize=made)

@@ -73,8 +73,8 @@ def _device_function(key: QuantKey) -> Any:
     if key.with_rounding("up") in (kMxfp8Dynamic, kMxfp4Dynamic):
         return specialize(round_mx, CODE=key.dtype.name, ROUNDING=key.scale.rounding)
     raise ConfigError(
-        "activations are quantized and dequantized per token (e4m3, int8), in groups of 64 or 128 columns or by a "
-        f"scale of the expert (e4m3), and in groups of 32 (MXFP8, MXFP4), got {key}"
+        f"activation_key {key} is not supported; expected e4m3 per token, per 64 or 128 columns or static, int8 per "
+        "token, MXFP8 or MXFP4"
     )
 
 

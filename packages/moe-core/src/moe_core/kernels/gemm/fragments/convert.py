@@ -95,11 +95,11 @@ def convert_integers(
     """
     size = key.group_size
     if size not in (-1, 32, 64, 128):
-        raise TensorError(f"groups of {size} columns are not read here, expected 32, 64, 128 or -1 (the whole row)")
+        raise TensorError(f"group_size {size} is not supported; expected 32, 64, 128 or -1 (the whole row)")
     bits = key.dtype.bits
     signed = codes.dtype is torch.int8
     if signed and bits != 8:
-        raise TensorError(f"codes of {bits} bits are unsigned here, got {codes.dtype}")
+        raise TensorError(f"codes have dtype {codes.dtype}, expected torch.uint8 for {bits} bits")
     codes = codes.view(torch.uint8) if signed else codes
     grouped = None
     if g_idx is not None and size != -1:

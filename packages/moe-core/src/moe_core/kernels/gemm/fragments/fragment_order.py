@@ -87,12 +87,14 @@ def order_words(
     """
     if (order, bits) not in ARRANGEMENTS:
         known = ", ".join(f"{name!r} of {size} bits" for name, size in ARRANGEMENTS)
-        raise ConfigError(f"codes of {bits} bits are not put in the order {order!r}, expected one of {known}")
+        raise ConfigError(
+            f"fragment order {order!r} is not supported for codes of {bits} bits; expected one of {known}"
+        )
     check_dtype("codes", codes, (torch.uint8,))
     check_shape("codes", codes, ("E", "rows", "bytes"))
     experts, rows, size = codes.shape
     if size != -(-columns * bits // 8):
-        raise TensorError(f"codes have {size} bytes a row, expected {-(-columns * bits // 8)} for {columns} columns")
+        raise TensorError(f"codes have {size} bytes per row, expected {-(-columns * bits // 8)} for {columns} columns")
     words = empty_words(experts, interleaved_rows(rows) if interleaved else rows, columns, bits, codes.device)
     if words.numel() == 0:
         return words

@@ -172,7 +172,7 @@ class PlainScheme(ActivationScheme):
             special = _special(call, which, k) if reachable and whole else None
             return OperandA(arguments, which, aligned=aligned, warp_specialized=special)
         if index is None:
-            raise TypeError(f"the weight has {k} columns, the activations {present}, and there is no index")
+            raise TypeError(f"x has {present} columns, but the weight has {k} and no column index")
         stride = 0 if pre_scales is None else pre_scales.stride(0)
         by_column = (x, x.stride(0), k, index, index.stride(0), pre_scales, stride)
         return OperandA(by_column, which, aligned=aligned)

@@ -90,7 +90,9 @@ class MarlinGemvLayer(GemvLayer):
     def multiply(self, product: Product) -> None:
         config, top_k = product.config, product.routing.top_k
         if product.finalizes and top_k != 1:
-            raise ConfigError(f"words: gemm2 adds up no pairs of a token, of which there are {top_k}")
+            raise ConfigError(
+                f"the GEMV kernel cannot finalize gemm2 for top_k {top_k}, expected 1: it does not reduce pairs"
+            )
         functions, matrix = self.functions, self.w2 if product.activation is None else self.w13
         _, steps, rows, words_of_step = matrix.words.shape
         width = steps * words_of_step

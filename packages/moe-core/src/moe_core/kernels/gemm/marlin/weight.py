@@ -125,7 +125,9 @@ class MarlinMatrix:
     def __post_init__(self) -> None:
         if self.words.dim() != 4:
             shape = list(self.words.shape)
-            raise TensorError(f"words have shape {shape}, expected 4 axes: convert weights of an older version again")
+            raise TensorError(
+                f"packed weights have shape {shape}, expected 4 axes: convert the weights again with this version"
+            )
 
     @property
     def paired(self) -> bool:

@@ -53,7 +53,7 @@ def specialized(gemm: Gemm) -> WarpSpecializedGemm:
         TypeError: The weight has none.
     """
     if gemm.weight.warp_specialized is None:
-        raise TypeError("the weight has no warp-specialized kernel")
+        raise TypeError("warp_specialized is None: this weight has no warp-specialized kernel")
     return gemm.weight.warp_specialized
 
 
