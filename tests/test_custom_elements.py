@@ -148,9 +148,9 @@ def test_second_scales_are_checked() -> None:
     with pytest.raises(mc.TensorError, match="w13_input_scale2"):
         replace(weights, activation_key=ACTIVATIONS["kToyNvfp4Static"]).validate(CONFIG)
     fp8 = mc.kFp8StaticTensorSym
-    with pytest.raises(mc.ConfigError, match="w1_scale2 is given"):
+    with pytest.raises(mc.ConfigError, match="w1_scale2"):
         mc.make_quant_config(weight_key=fp8, activation_key=None, w1_scale=wrong, w2_scale=wrong, w1_scale2=wrong)
-    with pytest.raises(mc.ConfigError, match="a1_scale2 is missing"):
+    with pytest.raises(mc.ConfigError, match="a1_scale2"):
         weights_of = {"w1_scale": wrong, "w2_scale": wrong}
         mc.make_quant_config(weight_key=fp8, activation_key="kToyNvfp4Static", **weights_of)
 
@@ -209,7 +209,7 @@ def test_activations_of_two_levels(name: str) -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     scale2 = torch.tensor(4.0 / 2688)
     if key.is_static:
-        with pytest.raises(mc.TensorError, match="scale2 is missing"):
+        with pytest.raises(mc.TensorError, match="scale2"):
             fake_quantize(x, key)
         found = fake_quantize(x, key, scale2=scale2)
     else:

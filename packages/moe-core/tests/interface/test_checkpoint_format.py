@@ -101,7 +101,7 @@ def with_method(folder: Path, quantization: Mapping[str, Any] | None) -> Checkpo
 
 
 def test_unknown_quant_method(tmp_path: Path, plugins: Registry) -> None:
-    with pytest.raises(CheckpointError, match=r"'fancy' .*plain\nplain"):
+    with pytest.raises(CheckpointError, match=r"'fancy'.*plain\nplain"):
         read_layer(with_method(tmp_path, {"quant_method": "fancy"}), plugins=plugins)
 
 

@@ -465,9 +465,9 @@ def test_what_does_not_fit_is_named() -> None:
         quantize_weight(w, kMxfp8Static, g_idx=torch.zeros(2, 64, dtype=torch.int32))
     with pytest.raises(TensorError, match="zero_point"):
         dequantize_weight(*quantize_weight(w, kInt4StaticAsym)[:2], kInt4StaticAsym)
-    with pytest.raises(TensorError, match="scale2 is given"):
+    with pytest.raises(TensorError, match="scale2"):
         dequantize_weight(q, s, kMxfp8Static, scale2=s)
-    with pytest.raises(ConfigError, match="scale2 is given"):
+    with pytest.raises(ConfigError, match="scale2"):
         quantize_weight(w, kMxfp8Static, scale2=s)
 
 
