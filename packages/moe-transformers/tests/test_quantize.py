@@ -204,7 +204,7 @@ def test_top_k_may_be_given() -> None:
     model = qwen3()
     for _, module in experts_modules(model):
         module.config = type("Config", (), {"_experts_implementation": "moe_core"})()
-    with pytest.raises(mc.ConfigError, match="give top_k="):
+    with pytest.raises(mc.ConfigError, match="top_k="):
         quantize_experts(model, "fp8_per_channel")
     quantize_experts(model, "fp8_per_channel", top_k=3)
     layer = replaced(model)[0].layer

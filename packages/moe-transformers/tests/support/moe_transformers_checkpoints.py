@@ -43,7 +43,7 @@ class Format:
 
     def quantize(self, matrix: Tensor) -> tuple[Tensors, Tensor]:
         """The stored tensors of ``matrix``, and the values that they stand for."""
-        values, scale, zeros = mc.quantize_weight(matrix.float()[None], self.key)
+        values, scale, zeros, _ = mc.quantize_weight(matrix.float()[None], self.key)
         exact = mc.dequantize_weight(values, scale, self.key, zero_point=zeros, cols=matrix.shape[1])
         return self.store(values[0], scale[0], None if zeros is None else zeros[0]), exact[0]
 
