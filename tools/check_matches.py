@@ -36,8 +36,8 @@ def rows_of(names: list[str], values: ast.expr) -> Iterator[tuple[str, ast.expr]
         if isinstance(row, ast.Call):  # pytest.param
             yield from zip(names, row.args, strict=False)
         else:
-            several = len(names) > 1 and isinstance(row, (ast.Tuple, ast.List))
-            yield from zip(names, row.elts if several else [row], strict=False)
+            columns = row.elts if len(names) > 1 and isinstance(row, (ast.Tuple, ast.List)) else [row]
+            yield from zip(names, columns, strict=False)
 
 
 def variables(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
