@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +87,6 @@ class FusedMoEKernel:
         if not isinstance(experts, FusedMoEExperts):
             raise ConfigError(f"experts is {experts!r}, expected an instance of FusedMoEExperts")
         check_instance("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalizeModular, type(None))
-        self.weights = weights
         if isinstance(experts, FusedMoEExpertsModular):
             if prepare_finalize is None:
                 raise ConfigError(f"{type(experts).__name__} is modular and needs prepare_finalize")
@@ -113,6 +112,7 @@ class FusedMoEKernel:
             raise ConfigError(f"{type(prepare_finalize).__name__} does not claim to be batch invariant, the layer is")
         self.experts = experts
         self.prepare_finalize = prepare_finalize
+        self.weights = weights
         self._captured_workspaces: tuple[Workspace, ...] = ()
         self.workspace = workspace
         self.reduce: TopKWeightAndReduce = (
@@ -147,7 +147,7 @@ class FusedMoEKernel:
                 f"weights is {type(weights).__name__}, expected what oracle.convert returns: KernelWeights"
             )
         self._weights = weights
-        self._replay = Replay(weights)
+        self._replay = self._new_replay()
 
     @property
     def lora(self) -> LoRAWeights | None:
@@ -228,7 +228,7 @@ class FusedMoEKernel:
         self._quantizes: tuple[object, object, QuantKey | None] | None = None
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
-        self._replay = Replay(self._weights)
+        self._replay = self._new_replay()
         #: Layouts of the workspace by number of tokens.
         self._layouts: dict[int, WorkspaceLayout] = {}
 
@@ -531,7 +531,7 @@ class FusedMoEKernel:
             def call(workspace: Workspace) -> None:
                 self.run_parts(workspace, partial, hidden_states, routing)
 
-            self._replay_of(experts, movement).run(call, given, self._workspace)
+            self._replay.run(call, given, self._workspace)
         else:
             self.run_parts(self._workspace, partial, hidden_states, routing)
         if movement.groups is not None:
@@ -545,8 +545,7 @@ class FusedMoEKernel:
         def call(workspace: Workspace) -> None:
             self.run_parts(workspace, output, hidden_states, replace(routing, reserved=reserved))
 
-        replay = self._replay_of(*self.modular_parts())
-        replay.run(call, reserved.tensors, self._workspace, *reserved.kind)
+        self._replay.run(call, reserved.tensors, self._workspace, *reserved.kind)
         reserved.end()
 
     def run_parts(
@@ -642,22 +641,20 @@ class FusedMoEKernel:
         """
         experts, movement = self.modular_parts()
         if output.is_cuda and movement.collective and experts.launches_only:
-            return self._replay_of(experts, movement)
+            return self._replay
         return None
 
-    def _replay_of(self, experts: FusedMoEExperts, movement: FusedMoEPrepareAndFinalizeModular) -> Replay:
-        """The recorded launches of calls with the current weights, experts and prepare/finalize."""
-        if not self._replay.fits(self._weights, experts, movement):
-            # For a call whose tokens cross ranks, only the experts' own launches are recorded here.
-            shares = movement.collective or movement.stateless
-            self._replay = Replay(
-                self._weights,
-                (self._weights, experts, movement),
-                alike=lambda: (
-                    (experts.launch_key, type(movement)) if shares and experts.launch_key is not None else None
-                ),
-            )
-        return self._replay
+    def _new_replay(self) -> Replay:
+        """Return records of calls with the current weights, of which there are none yet."""
+        experts, movement = self.experts, self.prepare_finalize
+        # For a call whose tokens cross ranks, only the experts' own launches are recorded here.
+        shares = movement is not None and (movement.collective or movement.stateless)
+
+        def alike() -> Hashable | None:
+            key = experts.launch_key if shares else None
+            return None if key is None else (key, type(movement))
+
+        return Replay(self._weights, alike)
 
     def _run_monolithic(
         self,

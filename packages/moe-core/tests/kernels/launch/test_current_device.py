@@ -73,7 +73,7 @@ def test_a_record_is_started_on_the_device_of_the_weights(
     weights = KernelWeights(w13=torch.ones(1), w2=torch.ones(1), quant_config=FUSED_MOE_UNQUANTIZED_CONFIG)
     seen = []
     for _ in range(2):
-        Replay(weights, ()).step(lambda: seen.append(torch.cuda.current_device()), ())
+        Replay(weights).step(lambda: seen.append(torch.cuda.current_device()), ())
     assert (seen, len(entered), torch.cuda.current_device()) == ([1, 1], 2, 0)
 
 

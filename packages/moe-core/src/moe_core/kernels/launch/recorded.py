@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -44,35 +44,36 @@ class NotReplayable(Exception):  # noqa: N818 - an answer, no error
 
 
 @dataclass(frozen=True)
-class Span:
-    """Address range of the memory of one owner.
+class Pointer:
+    """An address in a launch, tagged by its origin: an offset within the memory of its owner.
 
     Attributes:
         owner: Owner of the memory.
-        start: First address.
-        end: Address after the last byte.
+        offset: Offset in bytes.
+        descriptor: TMA descriptor that contains the address, without its base tensor; None for a plain address.
+        dtype: Dtype of the descriptor's base tensor.
     """
 
     owner: Owner
-    start: int
-    end: int
+    offset: int
+    descriptor: Any = None
+    dtype: torch.dtype = torch.uint8
 
-    @staticmethod
-    def of(owner: Owner, tensor: Tensor) -> Span:
-        """Return the address range of a tensor.
 
-        Args:
-            owner: Owner of the memory.
-            tensor: The tensor.
+def range_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the address range of a tensor.
 
-        Returns:
-            The range from the tensor's first to its last element.
-        """
-        start = tensor.data_ptr()
-        if tensor.is_contiguous():
-            return Span(owner, start, start + tensor.nbytes)
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Span(owner, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Address of the first byte, and of the byte after the last element.
+    """
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
 
 class WeightMemory:
@@ -83,126 +84,84 @@ class WeightMemory:
 
     Args:
         weights: The weights of the layer.
+
+    Attributes:
+        places: Places of the weights.
+        blocks: A tensor in each block, whose address is the key.
+        ranges: Owner, first address and end of each block.
+        layout: Dtypes, shapes, strides and offsets of the weights, and alignments of the blocks.
     """
 
     def __init__(self, weights: Lasting) -> None:
-        #: number of each memory block by address
-        numbers: dict[int, int] = {}
-        self.spans: list[Span] = []
-        self._tensors: list[Tensor] = []
         self.places = TensorPlaces(tensor for _, tensor in weights.tensors())
+        self.blocks: dict[int, Tensor] = {}
         layout: list[Any] = [weights.device]
         for name, tensor in weights.tensors():
-            storage = tensor.untyped_storage()
-            start = storage.data_ptr()
-            if start not in numbers:
-                numbers[start] = len(numbers)
-                self.spans.append(Span(("weights", numbers[start]), start, start + storage.nbytes()))
-                self._tensors.append(tensor)
-            layout += (name, tensor.dtype, tensor.shape, tensor.stride(), numbers[start], tensor.storage_offset())
-        self.layout = (*layout, *(span.start % ALIGNMENT for span in self.spans))
-
-    def starts(self) -> dict[Owner, int]:
-        """Return the address of each memory block."""
-        return {span.owner: span.start for span in self.spans}
-
-    def tensor_at(self, number: int, offset: int, dtype: torch.dtype) -> Tensor:
-        """Return one element of a memory block as a tensor.
-
-        Args:
-            number: Number of the memory block.
-            offset: Offset in bytes.
-            dtype: Dtype of the element.
-
-        Returns:
-            Tensor [1], a view of the block.
-
-        Raises:
-            NotReplayable: If the offset is not a multiple of the element size.
-        """
-        return _element(self._tensors[number], offset, dtype)
-
-
-def _element(within: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """Return one element of the storage of ``within``, at a byte offset from its start."""
-    place, beyond = divmod(offset, dtype.itemsize)
-    if beyond:
-        raise NotReplayable(f"a descriptor at byte offset {offset}, not a multiple of its element size")
-    return torch.empty(0, dtype=dtype, device=within.device).set_(within.untyped_storage(), place, (1,), (1,))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """An address, as an offset within the memory of its owner."""
-
-    owner: Owner
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A TMA descriptor without its base tensor, which starts at ``place``."""
-
-    descriptor: Any
-    place: _Place
-    dtype: torch.dtype
+            start = tensor.untyped_storage().data_ptr()
+            self.blocks.setdefault(start, tensor)
+            number = list(self.blocks).index(start)
+            layout += (name, tensor.dtype, tensor.shape, tensor.stride(), number, tensor.storage_offset())
+        self.ranges: list[tuple[Owner, int, int]] = [
+            (("weights", number), start, start + tensor.untyped_storage().nbytes())
+            for number, (start, tensor) in enumerate(self.blocks.items())
+        ]
+        self.layout = (*layout, *(start % ALIGNMENT for start in self.blocks))
 
 
 class Recording:
-    """The launches of one kind of call.
+    """The launches of one kind of call; holds no tensors.
 
     Args:
         launched: Launches that a call made.
-        spans: Memory that their addresses may point to.
+        ranges: Owner, first address and end of the memory that addresses may point to.
         scratch: Bytes of workspace in use.
 
     Raises:
         NotReplayable: If a launch was not compiled, or an address cannot be assigned to one owner.
     """
 
-    def __init__(self, launched: Sequence[Launch], spans: Sequence[Span], *, scratch: int) -> None:
+    def __init__(self, launched: Sequence[Launch], ranges: Sequence[tuple[Owner, int, int]], *, scratch: int) -> None:
         self.scratch = scratch
-        self.scratch_alignment = next((span.start for span in spans if span.owner == SCRATCH), 0) % ALIGNMENT
+        self.scratch_alignment = next((start for owner, start, _ in ranges if owner == SCRATCH), 0) % ALIGNMENT
         #: whether a TMA descriptor contains the address of the workspace
         self.describes_scratch = False
-        self._spans = spans
-        self.launches = [self._prepared(one) for one in launched]
-        self._spans = ()
+        self.launches = [self._prepared(one, ranges) for one in launched]
 
-    def _prepared(self, one: Launch) -> tuple[Any, ...]:
+    def _prepared(self, one: Launch, ranges: Sequence[tuple[Owner, int, int]]) -> tuple[Any, ...]:
         compiled = one.compiled
         if not (hasattr(compiled, "run") and hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")):
             raise NotReplayable(f"{one.name} was not compiled")  # run by Triton's interpreter
         grid = (*one.grid, 1, 1)[:3]
-        arguments = [self._placed(value) for value in one.arguments.values()]
+        arguments = [self._relocatable(value, ranges) for value in one.arguments.values()]
         return compiled.run, grid, compiled.function, compiled.packed_metadata, arguments
 
-    def _placed(self, value: Any) -> Any:
-        """Replace tensors in ``value`` by places."""
+    def _relocatable(self, value: Any, ranges: Sequence[tuple[Owner, int, int]]) -> Any:
+        """Replace tensors in ``value`` by pointers."""
         if value is None or isinstance(value, int | float | str):
             return value
         if isinstance(value, Tensor):
-            return self._place(value) if value.numel() else value.data_ptr()
+            return _pointer(value, ranges) if value.numel() else value.data_ptr()
         if isinstance(value, tuple):
-            return tuple(self._placed(item) for item in value)
+            return tuple(self._relocatable(item, ranges) for item in value)
         base = getattr(value, "base", None)
         if not isinstance(base, Tensor):
             return value
-        place = self._place(base)
-        if place.owner == SCRATCH:
-            self.describes_scratch = True
-        elif isinstance(place.owner, int):
+        pointer = _pointer(base, ranges)
+        if isinstance(pointer.owner, int):
             raise NotReplayable("a descriptor of one of the call's tensors")
+        self.describes_scratch |= pointer.owner == SCRATCH
         descriptor = copy.copy(value)
         descriptor.base = None
-        return _Described(descriptor, place, base.dtype)
+        return replace(pointer, descriptor=descriptor, dtype=base.dtype)
 
-    def _place(self, tensor: Tensor) -> _Place:
-        inner = Span.of(SCRATCH, tensor)
-        around = [span for span in self._spans if span.start <= inner.start and inner.end <= span.end]
-        if len({span.owner for span in around}) != 1:
-            raise NotReplayable(f"memory of {len(around)} owners")
-        return _Place(around[0].owner, inner.start - around[0].start)
+
+def _pointer(tensor: Tensor, ranges: Sequence[tuple[Owner, int, int]]) -> Pointer:
+    first, end = range_of(tensor)
+    around = {owner: start for owner, start, last in ranges if start <= first and end <= last}
+    if len(around) != 1:
+        raise NotReplayable(f"memory of {len(around)} owners")
+    ((owner, start),) = around.items()
+    return Pointer(owner, first - start)
 
 
 class Record:
@@ -212,24 +171,22 @@ class Record:
         recording: The launches.
         memory: Memory of the layer's weights.
         scratch: The workspace as it is now, or None.
+        bindings: Number of earlier bindings to other workspaces.
 
     Raises:
         NotReplayable: If a descriptor cannot be rebuilt.
     """
 
-    def __init__(self, recording: Recording, memory: WeightMemory, scratch: Tensor | None) -> None:
+    def __init__(self, recording: Recording, memory: WeightMemory, scratch: Tensor | None, bindings: int = 0) -> None:
         self.recording = recording
         #: address of the workspace if a TMA descriptor contains it
         self.fixed_scratch = scratch.data_ptr() if scratch is not None and recording.describes_scratch else None
-        #: number of earlier bindings to other workspaces
-        self.bindings = 0
-        self._memory, self._starts, self._scratch = memory, memory.starts(), scratch
+        self.bindings = bindings
         #: addresses to fill in: (list, index in it, owner of the memory, offset in bytes)
         self._addresses: list[tuple[list[Any], int, Owner, int]] = []
         #: tuples that contain addresses: (list, index in it, items of the tuple); inner tuples first
         self._tuples: list[tuple[list[Any], int, list[Any]]] = []
-        self._launches = [(*head, self._filled(arguments)[0]) for *head, arguments in recording.launches]
-        del self._memory, self._starts, self._scratch
+        self._launches = [(*head, self._filled(arguments, memory, scratch)) for *head, arguments in recording.launches]
         self._lock = threading.Lock()
 
     def start(self, addresses: Mapping[Owner, int], stream: int) -> bool:
@@ -257,36 +214,40 @@ class Record:
             self._lock.release()
         return True
 
-    def _filled(self, placed: Sequence[Any]) -> tuple[list[Any], bool]:
-        """Fill in the persistent addresses, and note the places of the others.
-
-        Also returns whether other addresses remain.
-        """
-        arguments, changes = list(placed), False
-        for index, value in enumerate(placed):
-            if isinstance(value, _Place):
-                start = self._starts.get(value.owner)
-                if start is not None:
-                    arguments[index] = start + value.offset
-                else:
-                    self._addresses.append((arguments, index, value.owner, value.offset))
-                    changes = True
-            elif isinstance(value, tuple):
-                items, inner = self._filled(value)
+    def _filled(self, relocatable: Sequence[Any], memory: WeightMemory, scratch: Tensor | None) -> list[Any]:
+        """Fill in the addresses that persist, and note the places of the others."""
+        arguments = list(relocatable)
+        for index, value in enumerate(relocatable):
+            if isinstance(value, tuple):
+                noted = len(self._addresses)
+                items = self._filled(value, memory, scratch)
                 arguments[index] = tuple(items)
-                if inner:
+                if len(self._addresses) > noted:
                     self._tuples.append((arguments, index, items))
-                    changes = True
-            elif isinstance(value, _Described):
-                arguments[index] = self._described(value)
-        return arguments, changes
+            elif not isinstance(value, Pointer):
+                continue
+            elif value.descriptor is not None:
+                arguments[index] = _descriptor(value, memory, scratch)
+            elif isinstance(value.owner, tuple):
+                arguments[index] = memory.ranges[value.owner[1]][1] + value.offset
+            else:
+                self._addresses.append((arguments, index, value.owner, value.offset))
+        return arguments
 
-    def _described(self, value: _Described) -> Any:
-        owner, offset = value.place.owner, value.place.offset
-        descriptor = copy.copy(value.descriptor)
-        if isinstance(owner, tuple):
-            descriptor.base = self._memory.tensor_at(owner[1], offset, value.dtype)
-        elif self._scratch is not None:
-            # engines pass a slice of a larger buffer, which may start at any offset; its elements are bytes
-            descriptor.base = _element(self._scratch, int(self._scratch.storage_offset()) + offset, value.dtype)
-        return descriptor
+
+def _descriptor(pointer: Pointer, memory: WeightMemory, scratch: Tensor | None) -> Any:
+    """Return the TMA descriptor of a pointer to weights or to the workspace, with its base."""
+    if isinstance(pointer.owner, tuple):
+        within, offset = list(memory.blocks.values())[pointer.owner[1]], pointer.offset
+    elif scratch is not None:
+        # engines pass a slice of a larger buffer, which may start at any offset; its elements are bytes
+        within, offset = scratch, int(scratch.storage_offset()) + pointer.offset
+    else:
+        raise NotReplayable("a descriptor of a workspace that the call does not have")
+    place, beyond = divmod(offset, pointer.dtype.itemsize)
+    if beyond:
+        raise NotReplayable(f"a descriptor at byte offset {offset}, not a multiple of its element size")
+    descriptor = copy.copy(pointer.descriptor)
+    base = torch.empty(0, dtype=pointer.dtype, device=within.device)
+    descriptor.base = base.set_(within.untyped_storage(), place, (1,), (1,))
+    return descriptor

@@ -9,7 +9,7 @@ kind counts as seen once any of them was called with it, and each layer fills in
 A record is used only if it is certain to match what the call would have launched:
 
 - The experts and the prepare/finalize declare that their only device work is kernel launches through
-  :func:`moe_core.kernels.launch.launch.launch` (``launches_only``). If torch does any other work while a call is
+  :func:`moe_core.kernels.launch.launch.launch` (``recordable``). If torch does any other work while a call is
   recorded (a copy, a fill), calls of that kind run as usual.
 - Every address in a launch must be within a tensor of the call, the layer's weights or the workspace, whose positions
   are known. If an address belongs to none or to two of them, calls of that kind run as usual.
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any
@@ -46,8 +45,8 @@ from moe_core.kernels.launch.recorded import (
     Owner,
     Record,
     Recording,
-    Span,
     WeightMemory,
+    range_of,
 )
 from moe_core.spec.workspace import Workspace
 
@@ -62,7 +61,7 @@ MOST_BINDINGS = 16
 
 #: marks a kind of call that was not seen yet
 _NEW: Any = object()
-#: shared recordings by layer equivalence key and kind of call; None: seen once
+#: shared recordings by layer equivalence key, layout of the weights and kind of call; None: seen once
 _SHARED: dict[tuple[Any, ...], Recording | None] = {}
 #: guards writes to and iteration over the tables; the lookup of a kind in every call needs no lock
 _CHANGING = threading.Lock()
@@ -133,50 +132,25 @@ class Replay:
 
     Args:
         weights: Tensors whose memory persists.
-        parts: Objects, compared by identity, that determine the launches in addition to a call's tensors (experts,
-            weights …).
         alike: Returns a key that is equal for layers that may share recordings: everything that determines the launches
             except a call's tensors and the addresses of the weights. None shares nothing.
-        stream: Returns the current stream of the device with the given number (None: the current device), as Triton's
-            launcher takes it.
-        watched: Reports whether a profiler observes launches through Triton's hooks.
     """
 
-    def __init__(
-        self,
-        weights: Lasting,
-        parts: tuple[object, ...] = (),
-        *,
-        alike: Callable[[], Hashable | None] = lambda: None,
-        stream: Callable[[int | None], int] | None = None,
-        watched: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, weights: Lasting, alike: Callable[[], Hashable | None] = lambda: None) -> None:
         self.weights = weights
-        self.parts = parts
-        self._stream = stream or _current_stream
-        self._watched = watched or _has_hooks
         self._alike = alike
         # created by the first call and recreated when weights have moved; all records refer to it
         self._memory: WeightMemory | None = None
-        # records by kind of call; None: seen once
-        self._records: dict[tuple[Any, ...], Record | NotReplayable | None] = {}
-
-    def fits(self, *parts: object) -> bool:
-        """Report whether the records were made with these parts.
-
-        Args:
-            *parts: Objects to compare with the parts, by identity.
-
-        Returns:
-            Whether all are identical.
-        """
-        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
+        #: records by kind of call
+        self._records: dict[tuple[Any, ...], Record | NotReplayable] = {}
+        #: like `_SHARED`, if recordings are not shared
+        self._recordings: dict[tuple[Any, ...], Recording | None] = {}
 
     def reasons(self) -> tuple[str | None, ...]:
         """Return, for every known kind of call, None if it is recorded, else the reason why not."""
         with _CHANGING:
             known = tuple(self._records.values())
-        return tuple(str(found) if isinstance(found, NotReplayable) else None for found in known if found)
+        return tuple(str(found) if isinstance(found, NotReplayable) else None for found in known)
 
     def run(
         self,
@@ -226,138 +200,100 @@ class Replay:
             call()
             return
         memory = self._memory
-        # inlined `TensorPlaces.unmoved`, because every call checks it; before the lookup of a record, because a shared
-        # recording would otherwise be bound to stale addresses
-        if (
-            memory is None
-            or [*map(Tensor.data_ptr, memory.places.tensors), *map(Tensor.stride, memory.places.strided)]
-            != memory.places.known
-        ):
+        # before the lookup of a record, because a shared recording would otherwise be bound to stale addresses
+        if memory is None or not memory.places.unmoved():
             memory = self._memory = WeightMemory(self.weights)
             with _CHANGING:
                 self._records.clear()
         kind = (device, *of, *_kind(inputs))
-        found = self._records.get(kind, _NEW)
-        if found is _NEW or found is None:
-            found = self._shared(kind, found, memory, scratch, lasting)
-        if isinstance(found, Record) and self._started(found, kind, inputs, memory, scratch, lasting, device):
-            return
-        if found is None and not (place.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            launched: list[Launch] = []
-            # the lock keeps other threads from growing the workspace until the record is made
-            with contextlib.nullcontext() if scratch is None else scratch.lock:
-                with observe(launched.append), _Watch() as watch:
-                    call()
-                made = self._record(kind, launched, watch.work, inputs, memory, scratch, lasting)
-            _remember(self._records, kind, made)
-            return
-        call()
-        if found is _NEW:
-            _remember(self._records, kind, None)
-
-    def _shared_key(self, kind: tuple[Any, ...], memory: WeightMemory) -> tuple[Any, ...] | None:
-        alike = self._alike()
-        return None if alike is None else (alike, memory.layout, kind)
-
-    def _shared(
-        self, kind: tuple[Any, ...], own: Any, memory: WeightMemory, scratch: Workspace | None, lasting: bool
-    ) -> Any:
-        """Look up a kind of call in the table shared by equivalent layers.
-
-        This layer has no record of it. ``own`` is what this layer knows of the kind: new, or seen once.
-        """
-        key = self._shared_key(kind, memory)
-        if key is None:
-            return own
-        recording = _SHARED.get(key, _NEW)
-        if recording is _NEW:
-            _remember(_SHARED, key, None, MOST_SHARED)
-            return own
-        if recording is None:
-            return None
-        record = self._bound(recording, memory, scratch, lasting)
-        if isinstance(record, NotReplayable):
-            return own
-        _remember(self._records, kind, record)
-        return record
-
-    def _record(
-        self,
-        kind: tuple[Any, ...],
-        launched: Sequence[Launch],
-        work: str | None,
-        inputs: Sequence[Tensor | None],
-        memory: WeightMemory,
-        scratch: Workspace | None,
-        lasting: bool,
-    ) -> Record | NotReplayable:
-        if work is not None:
-            return NotReplayable(f"torch does a part of the work: {work}")
-        spans = [*memory.spans]
-        if scratch is not None:
-            spans.append(Span.of(SCRATCH, scratch.hold(0)))
-        spans += [Span.of(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
-        try:
-            recording = Recording(launched, spans, scratch=0 if scratch is None else scratch.taken)
-        except NotReplayable as reason:
-            return reason
-        key = self._shared_key(kind, memory)
-        if key is not None:
-            _remember(_SHARED, key, recording, MOST_SHARED)
-        return self._bound(recording, memory, scratch, lasting)
-
-    @staticmethod
-    def _bound(
-        recording: Recording, memory: WeightMemory, scratch: Workspace | None, lasting: bool
-    ) -> Record | NotReplayable:
-        """Bind the recording to this layer."""
-        if recording.describes_scratch and not lasting:
-            return NotReplayable("a descriptor of scratch memory that belongs to one call")
-        try:
-            return Record(recording, memory, None if scratch is None else scratch.hold(recording.scratch))
-        except NotReplayable as reason:
-            return reason
+        found = self._records.get(kind)
+        if found is None:
+            alike = self._alike()
+            known, most = (self._recordings, MOST_RECORDS) if alike is None else (_SHARED, MOST_SHARED)
+            key = (alike, memory.layout, kind)
+            recording = known.get(key, _NEW)
+            captured = device is not None and torch.cuda.is_current_stream_capturing()
+            if recording is _NEW or (recording is None and captured):
+                call()
+                _remember(known, key, None, most)
+                return
+            if recording is None:
+                # the lock keeps other threads from growing the workspace until the record is made
+                with contextlib.nullcontext() if scratch is None else scratch.lock:
+                    try:
+                        recording = _recorded(call, inputs, scratch, memory)
+                    except NotReplayable as reason:
+                        _remember(self._records, kind, reason.with_traceback(None))
+                        return
+                    _remember(known, key, recording, most)
+                    _remember(self._records, kind, _bound(recording, memory, scratch, lasting))
+                return
+            found = _bound(recording, memory, scratch, lasting)
+            _remember(self._records, kind, found)
+        if isinstance(found, NotReplayable) or not self._started(found, inputs, scratch, lasting, memory, kind):
+            call()
 
     def _started(
         self,
         record: Record,
-        kind: tuple[Any, ...],
         inputs: Sequence[Tensor | None],
-        memory: WeightMemory,
         scratch: Workspace | None,
         lasting: bool,
-        device: int | None,
+        memory: WeightMemory,
+        kind: tuple[Any, ...],
     ) -> bool:
-        if self._watched():
+        """Start the launches of a record; False, without any launch, if the call must be dispatched."""
+        if _has_hooks():
             return False
         addresses: dict[Owner, int] = {}
         for index, tensor in enumerate(inputs):
             if tensor is not None:
                 addresses[index] = tensor.data_ptr()
+        device = kind[0]
         if scratch is None:
-            return record.start(addresses, self._stream(device))
+            return record.start(addresses, _current_stream(device))
         with scratch.lock:
             start = addresses[SCRATCH] = scratch.hold(record.recording.scratch).data_ptr()
             if start % ALIGNMENT != record.recording.scratch_alignment:
                 return False
             if record.fixed_scratch not in (None, start):
-                moved = self._moved(record, memory, scratch, lasting)
-                if moved is None:
+                # the workspace was resized or replaced, and TMA descriptors contain its previous address
+                if record.bindings >= MOST_BINDINGS:
+                    return False
+                moved = _bound(record.recording, memory, scratch, lasting, record.bindings + 1)
+                if isinstance(moved, NotReplayable):
                     return False
                 _remember(self._records, kind, moved)
                 record = moved
-            return record.start(addresses, self._stream(device))
+            return record.start(addresses, _current_stream(device))
 
-    def _moved(self, record: Record, memory: WeightMemory, scratch: Workspace, lasting: bool) -> Record | None:
-        """Rebind ``record`` to a workspace that was resized or replaced.
 
-        Its TMA descriptors contain the address of the previous workspace.
-        """
-        found = None if record.bindings >= MOST_BINDINGS else self._bound(record.recording, memory, scratch, lasting)
-        if not isinstance(found, Record):
-            return None
-        found.bindings = record.bindings + 1
-        return found
+def _recorded(
+    call: Callable[[], object], inputs: Sequence[Tensor | None], scratch: Workspace | None, memory: WeightMemory
+) -> Recording:
+    """Make a call and record its launches."""
+    launched: list[Launch] = []
+    with observe(launched.append), _Watch() as watch:
+        call()
+    if watch.work is not None:
+        raise NotReplayable(f"torch does a part of the work: {watch.work}")
+    ranges = [*memory.ranges]
+    if scratch is not None:
+        ranges.append((SCRATCH, *range_of(scratch.hold(0))))
+    ranges += [(index, *range_of(tensor)) for index, tensor in enumerate(inputs) if tensor is not None]
+    return Recording(launched, ranges, scratch=0 if scratch is None else scratch.taken)
+
+
+def _bound(
+    recording: Recording, memory: WeightMemory, scratch: Workspace | None, lasting: bool, bindings: int = 0
+) -> Record | NotReplayable:
+    """Bind a recording to a layer, or return why that is impossible."""
+    if recording.describes_scratch and not lasting:
+        return NotReplayable("a descriptor of scratch memory that belongs to one call")
+    try:
+        return Record(recording, memory, None if scratch is None else scratch.hold(recording.scratch), bindings)
+    except NotReplayable as reason:
+        return reason.with_traceback(None)
 
 
 def _remember(known: MutableMapping[Any, Any], key: Hashable, found: object, most: int = MOST_RECORDS) -> None:
@@ -395,9 +331,8 @@ def _runtime_knobs() -> Any:
     return knobs.runtime
 
 
-def _current_stream(device: int | None) -> int:
-    driver = _driver()
-    stream: int = driver.get_current_stream(driver.get_current_device() if device is None else device)
+def _current_stream(device: int) -> int:
+    stream: int = _driver().get_current_stream(device)
     return stream
 
 
