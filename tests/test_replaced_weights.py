@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from moe_core import FusedMoEKernel, registry
 from moe_core.interface.experts import FusedMoEExperts
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.spec.environment import Environment
 from moe_core.spec.workspace import Workspace
 from moe_core.testing.conformance import cases_for, place_for
@@ -39,7 +40,7 @@ def called(experts: type[FusedMoEExperts], monkeypatch: pytest.MonkeyPatch) -> t
     made = make_kernel(experts, problem, place)
     own = made.weights.apart_from(problem.weights)
     kernel = FusedMoEKernel(made.experts, own, made.prepare_finalize, workspace=Workspace("cpu"))
-    if experts.launches_only:
+    if issubclass(experts, RecordableExperts):
         as_if_compiled(monkeypatch)
     for _ in range(3):
         call(kernel, problem)
@@ -50,7 +51,7 @@ def called(experts: type[FusedMoEExperts], monkeypatch: pytest.MonkeyPatch) -> t
 def test_old_weights_are_free_at_once(experts: type[FusedMoEExperts], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, problem = called(experts, monkeypatch)
     movement = kernel.prepare_finalize
-    recorded = experts.launches_only and movement is not None and movement.launches_only
+    recorded = issubclass(experts, RecordableExperts) and movement is not None and movement.recordable
     assert kernel._replay.reasons() == ((None,) if recorded else ())
     memory = {name: weakref.ref(tensor.untyped_storage()) for name, tensor in kernel.weights.tensors()}
     new = kernel.experts.convert(problem.weights)

@@ -11,6 +11,7 @@ import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, registry
 from moe_core.interface.claims import expand_key
 from moe_core.interface.experts import FusedMoEExperts
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.launch.launch import Launch, observe
 from moe_core.spec.environment import Environment
 from moe_core.spec.workspace import Workspace
@@ -30,7 +31,8 @@ def replayed() -> list[Any]:
     for scheme in registry().scheme_names():
         for backend in registry().oracle(scheme).table():
             for experts in backend.load():
-                if not experts.launches_only or FusedMoEActivationFormat.STANDARD not in experts.claims.formats:
+                recordable = issubclass(experts, RecordableExperts)
+                if not recordable or FusedMoEActivationFormat.STANDARD not in experts.claims.formats:
                     continue
                 if not any(environment.reason_against(requirement) for requirement in experts.claims.requires):
                     found[f"{scheme}-{experts.__name__}"] = experts

@@ -10,6 +10,9 @@ whose scales are constant along K. :class:`ScaledGemvExperts` adds the small-M p
 others. :class:`MarlinExperts` adds it for weights that are repacked at load and dequantized in registers.
 :class:`MarlinIntegerExperts` already supports 4- and 8-bit integers.
 
+**Experts on other kernels** that only launch kernels through core derive from :class:`RecordableExperts`: their calls
+are replayed.
+
 **Launch heuristics** choose a :class:`TilePlan`, which has a :class:`TileConfig` for each GEMM, from the
 :class:`LayerProblem`. This is the experts' ``problem``, which a subclass may extend. A new element type brings
 :class:`LaunchRules` with a table of :class:`Regime` rows, and adds them by :func:`add_rules`.
@@ -23,6 +26,7 @@ expert are computed (``results``), and activation quantization as the reference 
 
 from __future__ import annotations
 
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.experts.grouped import WHOLE_COLUMNS, GroupedExperts
 from moe_core.kernels.experts.marlin import MarlinExperts, MarlinIntegerExperts
 from moe_core.kernels.experts.scaled_gemv import ScaledGemvExperts
@@ -42,6 +46,7 @@ __all__ = [
     "GroupedExperts",
     "MarlinExperts",
     "MarlinIntegerExperts",
+    "RecordableExperts",
     "ScaledGemvExperts",
     "ScaledMMExperts",
     # Launch heuristics.

@@ -24,7 +24,7 @@ The contract of both:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,19 +91,6 @@ class FusedMoEExperts(ABC):
     is_monolithic: ClassVar[bool] = False
     #: Position of a third-party backend among the scheme's own.
     placement: ClassVar[Placement] = Placement()
-    #: Recordable: on the device, ``apply`` only launches kernels through `moe_core.kernels.launch.launch.launch`.
-    #: Their arguments follow from the layer and from the shapes, strides and addresses of its tensors (see
-    #: `moe_core.kernels.launch.replay`).
-    launches_only: ClassVar[bool] = False
-
-    @property
-    def launch_key(self) -> Hashable | None:
-        """Everything that determines the launches of ``apply`` apart from tensors; None: unknown.
-
-        The tensors are those of the call and the memory layout of the weights. With ``launches_only``, layers that
-        have equal keys and the same weight layout share their recorded launches.
-        """
-        return None
 
     def __init__(
         self,
@@ -251,20 +238,6 @@ class FusedMoEExperts(ABC):
         Returns:
             The kernel weights.
         """
-
-    def launch_choice(self, num_tokens: int) -> Hashable:
-        """Kernel variant that recordable experts select for a number of tokens, without a device.
-
-        Between token counts with the same variant, launches differ only by thresholds in the number of tokens (see
-        :mod:`moe_core.runtime.call_launches`). Warm-up queries it for every number.
-
-        Args:
-            num_tokens: Number of tokens of the call.
-
-        Returns:
-            A value that identifies the variant.
-        """
-        return None
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:
         """Declare the scratch tensors that ``apply`` needs.

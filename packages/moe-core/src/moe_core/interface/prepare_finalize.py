@@ -129,8 +129,9 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         collective: Tokens cross ranks. Then every rank takes part in every call, even without tokens, and the tokens
             that prepare returns are not the caller's tokens in the caller's order.
         lora: Prepare passes adapter ids on.
-        launches_only: Recordable, as for experts.
-        stateless: The promise of ``launches_only`` follows from the layer's config alone.
+        recordable: On the device, prepare and finalize only launch kernels, as
+            :class:`~moe_core.interface.recordable.RecordableExperts` do.
+        stateless: The promise of ``recordable`` follows from the layer's config alone.
         monolithic: The class needs only :meth:`sum_ranks`, which works with monolithic experts too.
 
     Args:
@@ -146,7 +147,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     activation_format: ClassVar[FusedMoEActivationFormat]
     collective: ClassVar[bool] = False
     lora: ClassVar[bool] = False
-    launches_only: ClassVar[bool] = False
+    recordable: bool = False
     stateless: ClassVar[bool] = False
     #: Whether prepare returns rows without a token: expert -1, arbitrary content.
     empty_rows: ClassVar[bool] = False

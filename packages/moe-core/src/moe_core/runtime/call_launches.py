@@ -3,7 +3,7 @@
 The launches of a call with M tokens follow from the layer and from M. They are recorded on meta tensors, so nothing
 runs and no memory is allocated. The set of M whose launches differ is searched, not listed:
 
-- :meth:`FusedMoEExperts.launch_choice`, a pure function of M, is evaluated for every M; launches may differ where it
+- :meth:`RecordableExperts.launch_variant`, a pure function of M, is evaluated for every M; launches may differ where it
   changes.
 - Within a run of equal choices, M matters only through thresholds (grid size, one launch or two). If two token counts
   with the same choice compile alike, so do all counts between them; otherwise the range is bisected.
@@ -21,8 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_core.interface.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_core.interface.experts import FusedMoEExperts
 from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular, TokenRouting
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.launch.launch import Launch, record
 from moe_core.kernels.ops.routing import fused_route
 from moe_core.spec.config import FusedMoEConfig
@@ -75,19 +76,6 @@ class Layer(Protocol):
     def expert_map(self) -> Tensor | None: ...
 
 
-def records_launches(kernel: Kernel) -> bool:
-    """Return whether the calls of a kernel can be recorded.
-
-    Args:
-        kernel: Kernel of a layer.
-
-    Returns:
-        True for modular experts that declare so.
-    """
-    experts = kernel.experts
-    return isinstance(experts, FusedMoEExpertsModular) and experts.launches_only
-
-
 def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[Launch]:
     """Record the launches of calls with 1 to ``most`` tokens, at least one per compiled kernel.
 
@@ -99,9 +87,11 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
         mapped: Whether calls pass an expert map; they always do if other ranks hold experts.
 
     Returns:
-        The launches.
+        The launches; none if the experts are not recordable.
     """
-    movement = kernel.prepare_finalize
+    experts, movement = kernel.experts, kernel.prepare_finalize
+    if not isinstance(experts, RecordableExperts):
+        return []
     if movement is not None and kernel.config.max_num_tokens is not None:
         most = min(most, kernel.config.max_num_tokens)
 
@@ -113,7 +103,7 @@ def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[L
     def choice(tokens: int) -> Hashable:
         if movement is not None:
             tokens = movement.chosen_from(tokens) if arriving else movement.max_tokens(tokens)
-        return kernel.experts.launch_choice(tokens)
+        return experts.launch_variant(tokens)
 
     recorded: list[Launch] = []
     for _ in (None,) if movement is None else movement.arrivals():

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.launch.compile_ahead import Progress, compile_ahead, distinct
 from moe_core.kernels.launch.current_device import current
 from moe_core.kernels.launch.launch import Launch
 from moe_core.kernels.ops._backend import interpreting
 from moe_core.parallel.shard import map_of
-from moe_core.runtime.call_launches import Kernel, Layer, launches_up_to, records_launches, routing_launches
+from moe_core.runtime.call_launches import Kernel, Layer, launches_up_to, routing_launches
 from moe_core.spec.config import whole_number
 
 
@@ -59,7 +60,7 @@ def compile_calls(
             continue
         done.add(kind)
         found = launches.setdefault(weights.device, [])
-        if records_launches(kernel):
+        if isinstance(experts, RecordableExperts):
             found += launches_up_to(kernel, max_tokens, mapped=mapped)
         else:
             for count in sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens}):

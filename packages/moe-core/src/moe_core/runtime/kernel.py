@@ -43,6 +43,7 @@ from moe_core.interface.prepare_finalize import (
     TokenRouting,
     TopKWeightAndReduce,
 )
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.launch.compile_ahead import Progress
 from moe_core.kernels.launch.current_device import current
 from moe_core.kernels.launch.replay import Replay
@@ -368,9 +369,10 @@ class FusedMoEKernel:
             ConfigError: The experts are monolithic.
         """
         experts, movement = self.experts, self.prepare_finalize
-        if not isinstance(experts, FusedMoEExpertsModular) or movement is None:
+        if experts.is_monolithic or movement is None:
             raise ConfigError(f"{type(experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)")
-        return experts, movement
+        modular: Any = experts  # isinstance with an abstract class takes longer
+        return modular, movement
 
     def quantization(self) -> tuple[QuantKey | None, Tensor | None]:
         """Return how prepare quantizes hidden states: the key, and the static scale ``[1]``; None: not at all."""
@@ -510,13 +512,13 @@ class FusedMoEKernel:
 
     def _run(self, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
         """Run a call whose arguments have been checked."""
-        experts, movement = self.modular_parts()
+        _, movement = self.modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
             # Take part in the sum, which detects the error that other ranks have tokens.
             movement.sum_ranks(output, output)
             return
         partial, counts = output if movement.sums_in_place else torch.empty_like(hidden_states), routing.tokens_per_rank
-        recordable = output.is_cuda and experts.launches_only and routing.adapter_ids is None
+        recordable = self._recordable and output.is_cuda and routing.adapter_ids is None
         if recordable and movement.collective and experts.claims.reduces:
             reserved = movement.reserve(partial, hidden_states, routing, self._quantize_as())
             if reserved is not None:
@@ -525,7 +527,7 @@ class FusedMoEKernel:
                 return
         # Recordings are not keyed by the number of tokens that the caller selected these from.
         chosen = counts is not None and sum(counts) != len(hidden_states)
-        if recordable and movement.launches_only and not chosen:
+        if recordable and not movement.collective and not chosen:
             given = partial, hidden_states, routing.topk_weights, routing.topk_ids, routing.expert_map
 
             def call(workspace: Workspace) -> None:
@@ -639,19 +641,20 @@ class FusedMoEKernel:
         Returns:
             The recorded launches; None if the experts' launches are not replayed on their own.
         """
-        experts, movement = self.modular_parts()
-        if output.is_cuda and movement.collective and experts.launches_only:
-            return self._replay
-        return None
+        _, movement = self.modular_parts()
+        return self._replay if self._recordable and movement.collective and output.is_cuda else None
 
     def _new_replay(self) -> Replay:
         """Return records of calls with the current weights, of which there are none yet."""
         experts, movement = self.experts, self.prepare_finalize
         # For a call whose tokens cross ranks, only the experts' own launches are recorded here.
+        records = movement is not None and (movement.collective or movement.recordable)
         shares = movement is not None and (movement.collective or movement.stateless)
+        #: Whether launches of calls on a GPU are recorded.
+        self._recordable = records and isinstance(experts, RecordableExperts)
 
         def alike() -> Hashable | None:
-            key = experts.launch_key if shares else None
+            key = experts.launch_key if shares and isinstance(experts, RecordableExperts) else None
             return None if key is None else (key, type(movement))
 
         return Replay(self._weights, alike)

@@ -127,6 +127,6 @@ def test_warming_up_asks_for_the_kernels_that_they_take(monkeypatch: pytest.Monk
     alone = on_h200(experts, layer_of(experts))
     kernel = FusedMoEKernel(alone.experts, alone.weights, EverySecond(alone.config))
     numbers: list[int] = []
-    monkeypatch.setattr(GroupedExperts, "launch_choice", lambda _, tokens: numbers.append(tokens))
+    monkeypatch.setattr(GroupedExperts, "launch_variant", lambda _, tokens: numbers.append(tokens))
     launches_up_to(kernel, 300)
     assert numbers == [2 * tokens for tokens in range(1, 301)]

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from moe_core.errors import TensorError
-from moe_core.interface.experts import ExpertTokensMetadata, FusedMoEExpertsModular
+from moe_core.interface.experts import ExpertTokensMetadata
+from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.gemm.heuristics import Family, LayerProblem, gemv_plan, launch_plan
 from moe_core.kernels.gemm.heuristics.problem import balance_of, element_of
 from moe_core.kernels.gemm.heuristics.tuned import Tuned
@@ -76,7 +77,7 @@ class LayerPlans:
     by_tokens: dict[tuple[int, bool], LaunchPlan] = field(default_factory=dict)
 
 
-class GroupedExperts(FusedMoEExpertsModular):
+class GroupedExperts(RecordableExperts):
     """Experts of the fused layer, in the standard and the batched format.
 
     The weights have ``w1_scale`` and ``w2_scale``.
@@ -89,7 +90,6 @@ class GroupedExperts(FusedMoEExpertsModular):
         tuned: Measured launch configurations, which take precedence over the heuristics.
     """
 
-    launches_only = True
     #: family whose launch heuristics choose the plans
     family: ClassVar[Family]
     #: accepted spills in bytes per thread, for any target: for sizes that are multiples of 16, and for others
@@ -229,7 +229,7 @@ class GroupedExperts(FusedMoEExpertsModular):
             return None
         return plan if on_gpu else plan.interpreted()
 
-    def launch_choice(self, num_tokens: int) -> Hashable:
+    def launch_variant(self, num_tokens: int) -> Hashable:
         return self.plan(num_tokens), self.gemv_plan(num_tokens)
 
     def workspaces(self, num_tokens: int) -> tuple[WorkspaceSpec, ...]:

@@ -33,7 +33,7 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
         frozenset({TokenSharing.ALL}), batch_invariant=True, verified_on=("cpu", "NVIDIA H200 (sm90)")
     )
     lora = True
-    launches_only = True
+    recordable = True
     stateless = True
 
     def prepare(

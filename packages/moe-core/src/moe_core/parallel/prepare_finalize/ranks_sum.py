@@ -68,7 +68,7 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         return self.destinations is not None
 
     @property
-    def launches_only(self) -> bool:  # type: ignore[override]
+    def recordable(self) -> bool:  # type: ignore[override]
         return self.destinations is None
 
     def move_experts(self, placement: ExpertPlacement) -> None:
