@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_core import Environment, FusedMoEConfig, FusedMoEExperts, QuantKey, registry
 from moe_core.interface.claims import expand_key
+from moe_core.interface.effective import effective_weights
 from moe_core.runtime.expert_mover import per_expert
 from moe_core.selection.oracle import as_device_info
 from moe_core.testing.data import make_weights
@@ -44,8 +45,8 @@ def test_converted_weights_are_those_of_each_expert(
     weights = make_weights(CONFIG, weight_key, activation_key, seed=1)
     made = experts(CONFIG, weight_key=weight_key, activation_key=activation_key, device=device)
     ordered: dict[str, Any] = {name: tensor[ORDER].contiguous() for name, tensor in weights.tensors()}
-    one = made.convert(made.requantized(weights))
-    two = dict(made.convert(made.requantized(replace(weights, **ordered))).tensors())
+    one = made.convert(effective_weights(made, weights))
+    two = dict(made.convert(effective_weights(made, replace(weights, **ordered))).tensors())
     held = per_expert(one, 3)
     assert {"w13", "w2"} <= held.keys()
     for name, tensor in one.tensors():

@@ -19,6 +19,7 @@ import pytest
 import torch
 from moe_core import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel, MoEWeights, QuantKey, registry
 from moe_core.interface.claims import expand_key
+from moe_core.interface.effective import effective_input, effective_weights
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.reference.torch_experts import TorchExperts
@@ -201,8 +202,8 @@ def expected(experts: type[FusedMoEExperts], made: Draw) -> intervals.Ball:
     assert place is not None
     keys = {"weight_key": made.weights.weight_key, "activation_key": made.weights.activation_key}
     instance = experts(made.config, **keys, device=place.target)
-    weights = instance.requantized(made.weights)
-    return intervals.layer(instance.break_ties(made.x), weights, made.config, **made.call)
+    weights = effective_weights(instance, made.weights)
+    return intervals.layer(effective_input(instance, made.x), weights, made.config, **made.call)
 
 
 def drawn(experts: type[FusedMoEExperts], seed: str) -> Draw:

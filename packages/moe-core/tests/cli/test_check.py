@@ -80,6 +80,6 @@ def test_a_backend_that_requantizes(moe: Any, folder: Path, tmp_path: Path, monk
         seen.append(weights.w13.shape[0])
         return weights
 
-    monkeypatch.setattr(ToyExperts, "requantized", requantized)
+    monkeypatch.setattr(ToyExperts, "requantized", requantized, raising=False)
     assert moe("run", folder, "--check", *given(tmp_path, torch.tensor([[2, 0]]))).code == 0
     assert seen == [E]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_core.interface.experts import FusedMoEExperts
+from moe_core.interface.effective import Requantizes, effective_input, effective_weights
 
 if TYPE_CHECKING:
     from moe_core.layer.layer import FusedMoELayer
@@ -50,7 +50,7 @@ class Check:
 
 def needs_all_experts(layer: FusedMoELayer) -> bool:
     """Whether the backend requantizes weights, which may depend on the weights of all experts."""
-    return type(layer.kernel.experts).requantized is not FusedMoEExperts.requantized
+    return isinstance(layer.kernel.experts, Requantizes)
 
 
 def check_output(
@@ -85,8 +85,8 @@ def check_output(
         experts = type(layer.kernel.experts)(config, **keys, device=layer.selection.device)
         found.append(
             expected_output(
-                experts.break_ties(x),
-                experts.requantized(weights),
+                effective_input(experts, x),
+                effective_weights(experts, weights),
                 config,
                 topk_weights=topk_weights.float(),
                 topk_ids=topk_ids.long(),

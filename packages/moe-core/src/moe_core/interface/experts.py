@@ -196,36 +196,6 @@ class FusedMoEExperts(ABC):
         )
         return (not reasons, "; ".join(reasons) or None)
 
-    def requantized(self, weights: MoEWeights) -> MoEWeights:
-        """Return the weights and activation key that this backend actually computes with.
-
-        By default these are the given ones. A backend that requires coarser scales (or powers of two, also for
-        activations) requantizes here and says so in the notes of its claims. Its :meth:`convert` then only rearranges
-        the result. The conformance kit measures outputs against these weights.
-
-        Args:
-            weights: Canonical weights.
-
-        Returns:
-            Canonical weights.
-        """
-        return weights
-
-    def break_ties(self, x: Tensor) -> Tensor:
-        """Return hidden states as this backend's quantizer effectively sees them.
-
-        By default they are unchanged. A library that multiplies by the reciprocal of a float32 scale rounds values
-        halfway between two codes to one side. Such a backend moves them to that side here, by at most 2**-20 of their
-        value. The conformance kit measures outputs against these hidden states.
-
-        Args:
-            x: [M, K].
-
-        Returns:
-            [M, K].
-        """
-        return x
-
     @abstractmethod
     def convert(self, weights: MoEWeights) -> KernelWeights:
         """Convert canonical weights to this backend's layout on ``device_info``.

@@ -512,7 +512,7 @@ class FusedMoEKernel:
 
     def _run(self, output: Tensor, hidden_states: Tensor, routing: TokenRouting) -> None:
         """Run a call whose arguments have been checked."""
-        _, movement = self.modular_parts()
+        experts, movement = self.modular_parts()
         if hidden_states.shape[0] == 0 and not movement.collective:
             # Take part in the sum, which detects the error that other ranks have tokens.
             movement.sum_ranks(output, output)

@@ -1,6 +1,6 @@
 """Check the inputs and weights that a backend uses in place of the given ones.
 
-See :meth:`moe_core.interface.experts.FusedMoEExperts.requantized` and ``break_ties``.
+See :mod:`moe_core.interface.effective`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from moe_core.interface.effective import effective_input, effective_weights
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.reference.fused_moe import Steps
 from moe_core.reference.quantization import scale_values
@@ -36,10 +37,10 @@ def computed_with(experts: type[FusedMoEExperts], problem: Problem, place: Place
     """
     case, given = problem.case, problem.inputs
     instance = make_instance(experts, case, place)
-    x = instance.break_ties(given.x)
+    x = effective_input(instance, given.x)
     if not bool(((x.double() - given.x.double()).abs() <= 2.0**-20 * given.x.double().abs()).all()):
         raise AssertionError("break_ties moves hidden states by more than 2**-20 of themselves")
-    weights = instance.requantized(problem.weights)
+    weights = effective_weights(instance, problem.weights)
     check_requantized(weights, problem.weights, case)
     return replace(problem, weights=weights, inputs=replace(given, x=x))
 
