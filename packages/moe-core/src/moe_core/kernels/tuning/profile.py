@@ -22,7 +22,7 @@ from typing import Any
 
 from moe_core.errors import CheckpointError, ConfigError
 from moe_core.kernels.gemm.heuristics import KERNELS, LayerProblem
-from moe_core.kernels.gemm.heuristics.rules import has_rules
+from moe_core.kernels.gemm.heuristics.rules import RULES
 from moe_core.kernels.gemm.heuristics.tuned import Tuned, TunedRange
 from moe_core.kernels.tuning.limits import Plan, refusals
 from moe_core.kernels.tuning.plans import from_json, plan_from_json, plan_to_json
@@ -270,7 +270,7 @@ def _range(problem: LayerProblem, data: object, where: str) -> TunedRange:
         raise ConfigError(f"{where}: default_us and best_us are {times}, expected µs")
     plan = plan_from_json(data.get("plan"), f"{where}.plan")
     # the package that brings the rules of an element type may not be imported yet; `find` checks again
-    if has_rules(problem):
+    if (problem.family, problem.element) in RULES:
         _check_plan(problem, plan, first, last, where)
     return TunedRange(first, last, plan, float(times[0] or 0), float(times[1] or 0))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from moe_core.kernels.gemm.heuristics import LayerProblem, gemv_plan, launch_plan
-from moe_core.kernels.gemm.heuristics.cost import BLOCK_N, MAX_PARTIALS, expected_tiles, split_k
+from moe_core.kernels.gemm.heuristics.cost import BLOCK_N, MAX_PARTIALS, Loops, expected_tiles
 from moe_core.kernels.gemm.heuristics.problem import balance_of
 from moe_core.kernels.gemm.plan import GemvConfig, TilePlan
 from moe_core.kernels.tuning.limits import refusals
@@ -381,12 +381,14 @@ def test_few_tiles_share_loops() -> None:
 
 
 def test_one_of_the_limits_of_a_split_must_hold() -> None:
-    assert split_k(10, 56, (132, 4)) == 8
+    assert Loops(10, 56, 0, 0).split((132, 4)) == 8
     # too few steps for more, unless a part may have fewer
-    assert split_k(10, 16, (132, 4)) == 4
-    assert split_k(10, 16, (132, 4), (100, 2)) == 8
-    assert split_k(10, 16, (132, 4), (100, 2), most=3) == 2
-    assert split_k(100, 56, (132, 4)) == 1
+    assert Loops(10, 16, 0, 0).split((132, 4)) == 4
+    assert Loops(10, 16, 0, 0).split((132, 4), (100, 2)) == 8
+    assert Loops(10, 16, 0, 0).split((132, 4), (100, 2), most=3) == 2
+    assert Loops(100, 56, 0, 0).split((132, 4)) == 1
+    # room for partial sums of two splits
+    assert Loops(10, 56, 0, MAX_PARTIALS // 3).split((132, 4)) == 2
 
 
 @pytest.mark.parametrize("kind", ["mixed int4", "mixed int8"])

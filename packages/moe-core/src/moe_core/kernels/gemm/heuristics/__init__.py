@@ -26,7 +26,7 @@ __all__ = ["KERNELS", "Family", "LayerProblem", "gemv_plan", "launch_plan"]
 
 #: Version of the kernels that the configurations were measured for. It is raised when a kernel changes so much that
 #: earlier measurements (`moe tune`) no longer apply.
-KERNELS = 9
+KERNELS = 10
 
 
 @lru_cache(maxsize=4096)

@@ -48,30 +48,6 @@ def expected_tiles(problem: LayerProblem, tokens: int, rows: int) -> float:
     return sum(math.erfc((i * rows + 0.5 - mean) / spread) / 2 for i in range(int(mean / rows) + 4))
 
 
-#: Limits on split-K as (largest number of programs, fewest steps per program); meeting one of them suffices.
-Limits = tuple[tuple[int, int], ...]
-
-
-def split_k(programs: int, steps: int, *limits: tuple[int, int], most: int = 16) -> int:
-    """Return the number of programs that share a tile's k loop.
-
-    Args:
-        programs: Number of programs without split-K.
-        steps: Steps of the k loop.
-        limits: Pairs as in `Limits`; the split must meet one of them.
-        most: Largest split allowed.
-
-    Returns:
-        A power of two, at most ``most``.
-    """
-    split = 1
-    while 2 * split <= most and any(
-        programs * 2 * split <= limit and steps // (2 * split) >= least for limit, least in limits
-    ):
-        split *= 2
-    return split
-
-
 @dataclass(frozen=True)
 class Loops:
     """The k loops of one GEMM in one call, as split-K sees them.
@@ -112,16 +88,19 @@ class Loops:
         return Loops(tiles, steps_of(columns, block), weights, tokens * problem.top_k * rows)
 
     def split(self, *limits: tuple[int, int], most: int = 16) -> int:
-        """Return `split_k` of these loops, as far as partial sums fit in the workspace.
+        """Return the number of programs that share a tile's k loop. Their partial sums fit in the workspace.
 
         Args:
-            limits: Pairs as in `Limits`; the split must meet one of them.
+            limits: (largest number of programs, fewest steps per program); the split must meet one of them.
             most: Largest split allowed.
 
         Returns:
             A power of two, at most ``most``.
         """
-        return split_k(self.tiles, self.steps, *limits, most=min(most, MAX_PARTIALS // max(self.sums, 1)))
+        split, most = 2, min(most, MAX_PARTIALS // max(self.sums, 1))
+        while split <= most and any(self.tiles * split <= p and self.steps // split >= least for p, least in limits):
+            split *= 2
+        return split // 2
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,6 @@ def choose_gemv(rule: GemvRule | None, problem: LayerProblem, tokens: int) -> Ge
     return replace(plan, gemm1=gemm1, gemm2=gemm2)
 
 
-def _relative(pairs: float) -> tuple[Speed, Speed]:
-    """Return speeds of vectors and tiles where as many pairs as that per reached expert take equal times."""
-    return Speed(0, pairs), Speed(0, 1)
-
-
 def scaled_gemv(problem: LayerProblem) -> GemvRule | None:
     """Return the rule for 8-bit weights and activations: two or three launches instead of four or five.
 
@@ -141,8 +136,8 @@ def words_gemv(problem: LayerProblem) -> GemvRule:
     hopper, element = problem.capability == 90, problem.element
     if element == "e2m1" and hopper and _has_room(problem):
         return GemvRule(_mma_sync_plan, Speed(6, 3.2), Speed(15, 3.4), 12)
-    # Without tiles of 8 rows, tiles take longer.
-    speeds = _relative({"int4": 1.47, "int8": 1.15, "e4m3": 1.07}.get(element, 1.01))
+    # Pairs per reached expert at which both take equal times.
+    speeds = Speed(0, {"int4": 1.47, "int8": 1.15, "e4m3": 1.07}.get(element, 1.01)), Speed(0, 1)
     if hopper and problem.dtype_bytes == 2:
         speeds = WORDS.get(element, speeds)
     return GemvRule(_words_plan, *speeds, 12)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
+from typing import Any
 
 from moe_core.errors import ConfigError
 from moe_core.kernels.gemm.heuristics.cost import (
@@ -35,17 +36,7 @@ from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 Regimes = tuple[Regime, ...]
 
 
-def swapped(
-    rows: int,
-    warps: int,
-    stages: int,
-    *changes: Change,
-    group: int = 8,
-    block_n: int = BLOCK_N,
-    tma: bool = True,
-    special: bool = False,
-    split: Split = WHOLE,
-) -> Tile:
+def swapped(rows: int, warps: int, stages: int, *changes: Change, split: Split = WHOLE, **fields: Any) -> Tile:
     """Return a tile of the transposed product (`swap_ab`): its rows are columns of the instruction.
 
     Args:
@@ -53,21 +44,18 @@ def swapped(
         warps: Warps per program.
         stages: Pipeline stages.
         changes: Exceptions for some calls.
-        group: Row tiles that are rasterized together.
-        block_n: Columns of a tile.
-        tma: Whether to read weights through TMA descriptors.
-        special: Whether to use the warp-specialized kernel.
         split: Rule for the number of programs that share a k loop.
+        fields: Other fields of `TileConfig`. By default 8 row tiles are rasterized together and weights read by TMA.
 
     Returns:
         The tile.
     """
-    config = TileConfig(rows, block_n, warps, stages, group, True, tma, warp_specialized=special)
-    return Tile(config, split, changes)
+    fields = {"block_n": BLOCK_N, "group_m": 8, "tma": True} | fields
+    return Tile(TileConfig(rows, num_warps=warps, num_stages=stages, swap_ab=True, **fields), split, changes)
 
 
 #: float32 operands have no tensor cores: a small tile keeps them in registers.
-FLOAT32 = (Regime(swapped(16, 8, 1, group=1, tma=False)),)
+FLOAT32 = (Regime(swapped(16, 8, 1, group_m=1, tma=False)),)
 
 
 def lacks_shared_memory(capability: int) -> bool:
@@ -93,7 +81,7 @@ def small_shared(*warps: int) -> Regimes:
     """
     given = ((16, 12, 1), (32, 24, 8), (64, inf, 8))
     rows = [
-        Regime(swapped(height, count, 2, group=group, tma=False), rows=most)
+        Regime(swapped(height, count, 2, group_m=group, tma=False), rows=most)
         for (height, most, group), count in zip(given, warps, strict=False)
     ]
     return *rows[:-1], replace(rows[-1], rows=inf)
@@ -130,11 +118,11 @@ def decoded(problem: LayerProblem) -> Regimes:
     few, many = swapped(64, 8, 3), swapped(128, 8, 3)
     first = (
         Regime(
-            swapped(16, 4, 4, eight, group=1, split=split),
-            swapped(16, 4, 3, eight, short, group=1, split=split),
+            swapped(16, 4, 4, eight, group_m=1, split=split),
+            swapped(16, 4, 3, eight, short, group_m=1, split=split),
             rows=12,
         ),
-        Regime(swapped(32, 8 if wide else 4, 3, group=1), rows=24),
+        Regime(swapped(32, 8 if wide else 4, 3, group_m=1), rows=24),
     )
     # Beyond sm_90, Triton multiplies int8 as on sm_80, with both operands in registers. Two accumulators of 128 x 128
     # leave no registers for the product of a step.
@@ -184,7 +172,7 @@ def scaled(problem: LayerProblem) -> Regimes:
     long = Change({"steps": (32, inf), "split": (1, 1)}, {"num_stages": 4 if problem.group_size == -1 else 5})
 
     def tile(rows: int, split: Split, *changes: Change) -> Tile:
-        return swapped(rows, 4, 3, *changes, group=1, block_n=block, split=split)
+        return swapped(rows, 4, 3, *changes, group_m=1, block_n=block, split=split)
 
     first = (
         # Both heights stream weights. What the second tile of an expert reads again decides.
@@ -240,8 +228,8 @@ def scaled_e2m1(problem: LayerProblem) -> Regimes:
         return small_shared(4, 4, 8)
     # The workspace for partial sums holds 528 programs of 16 rows.
     few, more = (
-        swapped(16, 4, 4, group=1, split=within((400, 5))),
-        swapped(32, 4, 3, group=1, split=within((RESIDENT, 5))),
+        swapped(16, 4, 4, group_m=1, split=within((400, 5))),
+        swapped(32, 4, 3, group_m=1, split=within((RESIDENT, 5))),
     )
     # Sums of sm_100 are in tensor memory but pass through the registers of four warps in one piece. LoRA deltas do not
     # fit in registers next to the sums of two halves.
@@ -263,30 +251,8 @@ def scaled_e2m1(problem: LayerProblem) -> Regimes:
 MOST_TILES_OF_8 = 1.15
 
 
-def takes_8_rows(problem: LayerProblem) -> bool:
-    """Whether tiles of 8 rows are allowed.
-
-    They use another instruction than taller tiles, whose sums differ.
-
-    Args:
-        problem: Layer properties that do not change between calls.
-
-    Returns:
-        True for 4-bit weights with 16-bit operands on sm_90, unless results must be batch invariant.
-    """
-    return problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.batch_invariant
-
-
-def _split_of_8(loops: Loops) -> int:
-    """Return gemm1's split of tiles with 8 rows: up to three waves of long splits.
-
-    A second wave that is nearly empty costs more than summing the partials.
-    """
-    return loops.split((2300, 16), (512, 4))
-
-
 def _split_of_8_int4(loops: Loops) -> int:
-    """Return the same for int4, whose partial sums cost more relative to its products.
+    """Return gemm1's split of int4 tiles with 8 rows.
 
     Up to six waves, if partial sums are at most 1/30 of the weight bytes. They are written and read (8 bytes each).
     """
@@ -340,28 +306,31 @@ def _few_rows(problem: LayerProblem) -> Regimes:
         # suits calls where many experts have two tiles.
         one, two = (replace(tile, config=replace(tile.config, group_m=8)) for tile in (gemm1, gemm2))
         found.append(Regime(one, two, tiles=1.3 if problem.capability == 90 else 1.5))
-    if takes_8_rows(problem):
+    # Their instruction is another than that of taller tiles, so sums differ.
+    if problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.batch_invariant:
         int4 = problem.element == "int4"
         # Short loops of int4 need only two warps.
         short = (Change({"steps": (0, 2)}, {"num_warps": 2}),) if int4 else ()
-        gemm1 = swapped(8, 4, 3, group=1, split=_split_of_8_int4 if int4 else _split_of_8)
-        gemm2 = swapped(8, 4, 3, *short, group=1, split=_gemm2_split_of_8)
+        # Up to three waves of long splits: a second wave that is nearly empty costs more than summing the partials.
+        split1 = _split_of_8_int4 if int4 else within((2300, 16), (512, 4))
+        gemm1 = swapped(8, 4, 3, group_m=1, split=split1)
+        gemm2 = swapped(8, 4, 3, *short, group_m=1, split=_gemm2_split_of_8)
         # An SM holds five programs with tiles of 8 rows. Those are bound by memory reads alone.
         found.insert(
-            0, Regime(gemm1, gemm2, tiles=MOST_TILES_OF_8, reached=True, taller=swapped(16, 4, 3, group=1).config)
+            0, Regime(gemm1, gemm2, tiles=MOST_TILES_OF_8, reached=True, taller=swapped(16, 4, 3, group_m=1).config)
         )
     return tuple(found)
 
 
 def _tiles_of_16(problem: LayerProblem) -> tuple[Tile, Tile]:
     if not problem.may_split:
-        return swapped(16, 4, 4, group=1), swapped(16, 4, 3, group=1)
+        return swapped(16, 4, 4, group_m=1), swapped(16, 4, 3, group_m=1)
     # Splits of at least eight steps, up to three waves; shorter ones only where SMs would be idle.
     split1 = within((1800, 8), (720, 5), (512, 4), below=RESIDENT_4)
     if problem.bits == 4:
         more = Change({"steps": (17, inf)}, {"num_stages": 4})
         split2 = within((1056, 28), (400, 5), (264, 3), below=RESIDENT_4)
-        return swapped(16, 4, 3, more, group=1, split=split1), swapped(16, 4, 3, group=1, split=split2)
+        return swapped(16, 4, 3, more, group_m=1, split=split1), swapped(16, 4, 3, group_m=1, split=split2)
     gemm1 = (
         # Four stages take the shared memory of a fourth program, which a split k loop needs.
         Change({"steps": (17, inf), "split": (1, 1)}, {"num_stages": 4}),
@@ -375,7 +344,7 @@ def _tiles_of_16(problem: LayerProblem) -> tuple[Tile, Tile]:
         Change({"depth": (17, inf)}, {"num_stages": 4}),
     )
     split2 = within((264, 4), below=RESIDENT_4)
-    return swapped(16, 4, 3, *gemm1, group=1, split=split1), swapped(16, 4, 3, *gemm2, group=1, split=split2)
+    return swapped(16, 4, 3, *gemm1, group_m=1, split=split1), swapped(16, 4, 3, *gemm2, group_m=1, split=split2)
 
 
 def _words_of_8_bits(problem: LayerProblem) -> Regimes:
@@ -408,10 +377,10 @@ def _words_of_4_bits(problem: LayerProblem) -> Regimes:
     gemm1, most = deep if e2m1 or hopper else few, 1.2 if hopper and not short else 1.1
     thirty_two = Regime(gemm1, few if short and not e2m1 else gemm1, tiles=most)
     if not special:
-        first = Regime(some if e2m1 else few, swapped(64, 4, 3, group=1), rows=48)
+        first = Regime(some if e2m1 else few, swapped(64, 4, 3, group_m=1), rows=48)
         return thirty_two, first, Regime(some, rows=96), Regime(many, some, rows=384), Regime(many)
     # The warp-specialized kernel uses the schedule's tile height. The other fields apply where it cannot run.
-    some, many = (swapped(rows, 4, 3, group=1, tma=False, special=True) for rows in (64, 128))
+    some, many = (swapped(rows, 4, 3, group_m=1, tma=False, warp_specialized=True) for rows in (64, 128))
     return *((thirty_two,) if e2m1 else ()), Regime(some, tiles=1.2), Regime(many)
 
 
@@ -440,7 +409,7 @@ class LaunchRules:
 #: words were slower, or not measured.
 _MIXED = LaunchRules(mixed, registers={32: 168}, gemv=words_gemv)
 #: Launch rules by kernel family and element type of the weights; `add_rules` adds to them.
-_RULES: dict[tuple[Family, str], LaunchRules] = {
+RULES: dict[tuple[Family, str], LaunchRules] = {
     ("scaled_mm", "e4m3"): LaunchRules(scaled, gemv=scaled_gemv),
     ("scaled_mm", "int8"): LaunchRules(scaled, gemv=scaled_gemv),
     # Of few programs that start early, SMs get uneven numbers.
@@ -465,20 +434,8 @@ def add_rules(family: Family, element: str, rules: LaunchRules) -> None:
     Raises:
         ConfigError: If this family has other rules for the element type.
     """
-    if _RULES.setdefault((family, element), rules) is not rules:
+    if RULES.setdefault((family, element), rules) is not rules:
         raise ConfigError(f"element is {element!r}, which already has launch rules in the family {family!r}")
-
-
-def has_rules(problem: LayerProblem) -> bool:
-    """Whether launch rules for a layer's element type are known.
-
-    Args:
-        problem: The layer.
-
-    Returns:
-        False if the package that adds them is not imported.
-    """
-    return (problem.family, problem.element) in _RULES
 
 
 def rules_of(problem: LayerProblem) -> LaunchRules:
@@ -493,9 +450,9 @@ def rules_of(problem: LayerProblem) -> LaunchRules:
     Raises:
         ConfigError: If there are none.
     """
-    found = _RULES.get((problem.family, problem.element))
+    found = RULES.get((problem.family, problem.element))
     if found is None:
-        known = ", ".join(sorted(element for family, element in _RULES if family == problem.family))
+        known = ", ".join(sorted(element for family, element in RULES if family == problem.family))
         raise ConfigError(
             f"{problem.family} has no launch rules for element {problem.element!r}; known: {known}. "
             "Import the package that defines its experts"
