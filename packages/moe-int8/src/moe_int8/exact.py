@@ -18,7 +18,7 @@ def exact_product(x: Tensor, w: Tensor) -> Tensor:
     """Multiply int8 codes exactly: ``x`` times ``w`` transposed, for K < 2**17.
 
     On a CPU whose int8 instructions are exact (VNNI or similar) this is one call, which reads the codes directly.
-    Otherwise float32 products are used, over as many columns as float32 sums exactly.
+    Otherwise float32 GEMMs are used, over as many columns as float32 sums exactly.
 
     Args:
         x: int8 [R, K].
@@ -70,7 +70,7 @@ def scaled_product(
 
 
 def _together(rows: int, groups: int) -> int:
-    """Return the groups per call: with few rows, calls cost more than products with zeros."""
+    """Return the groups per call: with few rows, calls cost more than multiplying zeros."""
     count = 1
     while rows <= _FEW_ROWS and groups % (2 * count) == 0 and 2 * count * rows <= _CALL_ROWS:
         count *= 2
@@ -91,7 +91,7 @@ def _spread(x: Tensor, groups: int, together: int) -> Tensor:
 
 @functools.cache
 def _int_mm_is_exact() -> bool:
-    """Return whether the CPU's int8 products are exact.
+    """Return whether the CPU's int8 GEMM is exact.
 
     Instructions older than VNNI add pairs of products in saturating int16.
     """

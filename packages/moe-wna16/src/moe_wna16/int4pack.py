@@ -1,4 +1,4 @@
-"""torch's CPU products of bfloat16 activations and 4-bit weights, which read codes directly.
+"""torch's CPU GEMM of bfloat16 activations and 4-bit weights, which reads codes directly.
 
 ``_weight_int4pack_mm_for_cpu`` dequantizes codes in registers, ``(code - 8) * scale + zero``, and accumulates in
 float32. Scales, zeros and the result are bfloat16. What one pass cannot represent is added by further passes:
@@ -11,7 +11,7 @@ float32. Scales, zeros and the result are bfloat16. What one pass cannot represe
 For int8, ``c - 128 = 16 h + l + t`` with h and l from -8 to 7. Small codes have h = 0, so that no large terms cancel.
 The range is -136 to 119; t is 8 in groups with a code of 120 or more, else 0.
 
-Other activation dtypes use a path of the product that is slower than dequantization. The layout is private to torch and
+Other activation dtypes use a slower path of the GEMM than dequantization. The layout is private to torch and
 differs between instruction sets. :func:`available` tests whether it is the one that :func:`unpack` reads:
 
     [rows / 64, K, 32] bytes: byte j of column k holds rows j (low four bits) and j + 32 of 64
@@ -26,16 +26,16 @@ from torch import Tensor
 
 #: rows per tile of the layout
 TILE = 64
-#: group sizes that the product supports
+#: group sizes that the GEMM supports
 GROUPS = (128, 64, 32)
-#: rows of activations, times passes, above which dequantization and a float32 product are faster
+#: rows of activations, times passes, above which dequantization and a float32 GEMM are faster
 MAX_ROWS = 128
 #: float32 values of a dequantized block: 4 MB
 _BLOCK = 2**20
 
 
 def pack(codes: Tensor, bits: int, group: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pack canonical codes of one matrix for the product.
+    """Pack canonical codes of one matrix for the GEMM.
 
     int4 takes one plane, int8 two: h, then l.
 
@@ -216,7 +216,7 @@ def group_of(size: int, rows: int, columns: int, *, permuted: bool = False) -> i
 
 @functools.cache
 def available() -> bool:
-    """Return whether torch and the CPU have the exact product, in the layout of :func:`unpack`."""
+    """Return whether torch and the CPU support the exact GEMM, in the layout of :func:`unpack`."""
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return False
     rows, columns, group = 2 * TILE, 64, 32

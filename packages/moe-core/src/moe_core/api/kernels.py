@@ -12,7 +12,7 @@ device functions (:class:`TileFunctions`). An :class:`ActivationScheme` defines 
 **scaled_mm**, 8-bit GEMMs with per-row scales: an element type is a :class:`ScaledMMFunctions`; ``E4M3`` is one.
 
 **Marlin GEMMs** dequantize weights stored in the order of register fragments. A :class:`MarlinMatrix` is such a weight,
-:class:`Converted` its tensors. A step of the K loop has ``STEP`` columns. ``FEW`` is the largest number of activation
+:class:`Converted` its tensors. A step of the mainloop has ``STEP`` columns. ``FEW`` is the largest number of activation
 rows for which registers remain for the product of a step. An element type is a function that dequantizes packed words:
 specialize ``multiply`` or ``multiply_group`` with it as ``dequantize``; ``LOAD_WORDS`` has the load functions.
 :class:`GemvFunctions` is the element type of the GEMV kernels for one token, :class:`WordFunctions` that of the

@@ -1,6 +1,6 @@
-"""The part of core for K loops of the warp-specialized sm_90 GEMM; imports Triton's Gluon.
+"""The part of core for mainloops of the warp-specialized sm_90 GEMM; imports Triton's Gluon.
 
-A weight names its K loop (:class:`moe_core.api.kernels.WarpSpecializedGemm`); the experts import it when a kernel is
+A weight names its mainloop (:class:`moe_core.api.kernels.WarpSpecializedGemm`); the experts import it when a kernel is
 built. These are `@gluon.jit` functions and constants. Import them by name, so that they are globals of the functions
 that use them. Names change meaning or are removed only with a new major version of :data:`moe_core.KERNEL_API`.
 

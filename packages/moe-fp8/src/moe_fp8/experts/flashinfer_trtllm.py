@@ -9,7 +9,7 @@ layouts:
     MXFP8       gate and up rows interleaved, shuffled for a tile of 128, like their scales; N padded to 128, K to 256
 
 In the per-tensor scheme gate and up keep separate scales: the library multiplies the gate by one factor before the
-activation and the product by the other.
+activation and the GEMM by the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AutoRound FP8: ``quant_method: auto-round`` with ``data_type: fp`` and 8 bits.
 
-Covers FP8_BLOCK, FP8_STATIC, FPW8A16 and their variants. AutoRound's export ``format="fp8"`` has the same settings and
+Covers FP8_BLOCK, FP8_STATIC, FPW8A16 and their variants. AutoRound's export ``format="fp8"`` has the same config and
 tensors under ``quant_method: fp8``.
 
 Per expert and projection: ``weight`` e4m3 [N, K] and scales in the model's dtype or float32, whose form depends on
@@ -15,8 +15,8 @@ Per expert and projection: ``weight`` e4m3 [N, K] and scales in the model's dtyp
 =================  ==================================  ============================================
 
 Activations are 16-bit (``act_bits``), static with ``input_scale`` (``act_dynamic: false``), or quantized at run time
-according to ``act_group_size``: 0 with one scale, -1 per token, else in groups. ``extra_config`` overrides settings for
-individual layers.
+according to ``act_group_size``: 0 with one scale, -1 per token, else in groups. ``extra_config`` overrides the config
+for individual layers.
 """
 
 from __future__ import annotations

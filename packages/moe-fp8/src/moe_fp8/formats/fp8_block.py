@@ -59,13 +59,13 @@ class Fp8BlockFormat(QuantizedFormat):
 
 
 def reason_against_kind(quantization: Mapping[str, Any], layer: LayerExperts) -> str | None:
-    """Return why settings of ``quant_method: fp8`` are not supported e4m3 ones, or None.
+    """Return why a config of ``quant_method: fp8`` is not a supported e4m3 ones, or None.
 
-    The expert dtype may also be given at the top level of config.json, next to the quantization settings. It is ignored
+    The expert dtype may also be given at the top level of config.json, next to the quantization config. It is ignored
     for e4m3 weights, such as attention in a model with FP4 experts.
 
     Args:
-        quantization: the checkpoint's quantization settings.
+        quantization: the checkpoint's quantization config.
         layer: experts of one layer.
 
     Returns:

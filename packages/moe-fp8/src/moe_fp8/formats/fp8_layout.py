@@ -54,7 +54,7 @@ class Fp8Storage(ExpertStorage):
     Attributes:
         group: elements of a stored weight that share a scale.
         activation: quantization of the activations; None for 16-bit activations.
-        why: origin of these settings, for messages.
+        why: origin of the quantization config, for messages.
         microscaling: the scales are e8m0 exponents and stay so (MXFP8).
         exponent_bytes: a scale stored as plain bytes is an e8m0 exponent.
         scale: usual suffix of the weight's scale, for messages.

@@ -4,7 +4,7 @@
     activations   e4m3 [M, K padded to whole groups], one float32 scale per row and group of block_k columns
 
 The kernel's BLOCK_K equals block_k, so each mainloop step uses one scale per row (`open_blocks`, `load_blocks` of
-moe-core) and one per weight block. The step's product is accumulated in the tensor cores, then scaled and added in
+moe-core) and one per weight block. The step's partial sum is accumulated in the tensor cores, then scaled and added in
 float32.
 
 Use this file as the template for another scheme: these functions are all it needs.

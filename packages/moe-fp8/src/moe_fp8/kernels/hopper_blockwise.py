@@ -1,7 +1,7 @@
 """Block-scale mainloop of one consumer warp group in `moe_core.kernels.gemm.sm90.kernel`.
 
 A consumer computes 64 rows times two blocks of 128 columns. There is one float32 scale per row and step, and one per
-weight block, whose depth equals a step: each step's product is scaled, then added. a_args = (scales [P, steps], row
+weight block, whose depth equals a step: each step's partial sum is scaled, then added. a_args = (scales [P, steps], row
 stride), b_args = (scales [E, rows / block rows, steps], expert stride, row stride, rows per block as a constant).
 """
 
@@ -72,7 +72,7 @@ def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
 def scaled_mm_blockwise(
     turn, ahead, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
 ):
-    """Return the scaled float32 products [64, 128] of both blocks and the updated step counter."""
+    """Return the scaled float32 accumulators [64, 128] of both blocks and the updated step counter."""
     ROWS: gl.constexpr = b_args[3]
     scales = a_args[0] + row.to(gl.int64) * a_args[1]
     b_scales = b_args[0] + expert.to(gl.int64) * b_args[1]

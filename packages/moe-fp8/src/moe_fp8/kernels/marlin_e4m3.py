@@ -199,7 +199,7 @@ def e4m3_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, Any, 
         return open_groups, LOAD_WORDS[8, 0], _MULTIPLY_MXFP8, scale_acc_channels
     opened, load = _BLOCKS[matrix.interleaved]
     if size == STEP and config.block_m <= FEW.value and not config.uniform:
-        # Each step's product is scaled separately; for more rows the partial sums need too many registers.
+        # Each step's partial sum is scaled separately; for more rows the partial sums need too many registers.
         return opened, load, _MULTIPLY_GROUP, scale_acc_channels
     return opened, LOAD_WORDS[8, STEP // size], _MULTIPLY_SCALED, scale_acc_channels
 

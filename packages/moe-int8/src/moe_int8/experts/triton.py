@@ -1,6 +1,6 @@
 """Triton, per-channel int8 weights, int8 activations (sm_80+, gfx942, gfx950), both formats.
 
-sm_75 has int8 tensor cores but is not supported: Triton 3.6 to 3.9 cannot compile int8 products for it. On sm_90
+sm_75 has int8 tensor cores but is not supported: Triton 3.6 to 3.9 cannot compile int8 MMAs for it. On sm_90
 weights become block-major (`GroupedExperts.block_major`), elsewhere they keep the checkpoint's layout. Activations have
 one scale per token, one for all tokens (both computed at run time) or one per expert (static). Zero points are per
 token or per expert; they need the row sums of the weights.

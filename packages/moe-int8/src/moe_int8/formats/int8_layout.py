@@ -56,7 +56,7 @@ class Int8Storage(ExpertStorage):
     Attributes:
         bits: bits per code, 8 or 4.
         activation: quantization of the activations; None for 16-bit activations.
-        why: origin of these settings, for messages.
+        why: origin of the quantization config, for messages.
         group: columns that share a scale, -1 for a whole row.
         whole: one scale for a whole matrix instead.
     """

@@ -1,4 +1,4 @@
-"""int4 weights unpacked to int8 in registers, for products with int8 activations (W4A8).
+"""int4 weights unpacked to int8 in registers, for MMAs with int8 activations (W4A8).
 
     weights       uint8 [E, rows, bytes], two codes of -8 .. 7 in a byte, in the order of `moe_int8.layout.pack_int4`
     scales        by channel float32 [E, rows, 1]; by group float32 [E, groups, rows]
@@ -128,7 +128,7 @@ def functions_of(group_size: int, *, zero_points: bool) -> ScaledMMFunctions:
             (group scales).
 
     Returns:
-        The device functions with their settings.
+        The device functions with their constants.
     """
     load_weights, multiplied = _GROUPS[0 if group_size == -1 else 1 if group_size == 128 else 2]
     base = INT8_ZERO if zero_points else INT8

@@ -43,7 +43,7 @@ class TritonMxfp4Experts(GroupedExperts):
     """MXFP4 dequantized in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "as_stored"
-    #: each step's scales next to the product; masks of odd sizes
+    #: each step's scales next to the partial sum; masks of odd sizes
     accepted_spills = (192, 320)
 
     claims = Claims(

@@ -2,7 +2,8 @@
 
 Per expert and projection ``weight_packed`` uint8 [N, K/2], two codes per byte, the even column low, and
 ``weight_scale`` uint8 [N, K/32], e8m0. ``act_bits`` 16 means 16-bit activations, 8 MXFP8 and 4 MXFP4. Activation scales
-are rounded down, or up if ``act_data_type`` is mx_fp_rceil. ``extra_config`` overrides settings for individual layers.
+are rounded down, or up if ``act_data_type`` is mx_fp_rceil. ``extra_config`` overrides the quantization config of
+individual layers.
 """
 
 from __future__ import annotations

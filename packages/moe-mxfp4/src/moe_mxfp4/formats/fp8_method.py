@@ -9,7 +9,7 @@ DeepSeek-V4  ``expert_dtype: fp4``           ``weight`` int8 [N, K/2]          `
 MiMo         ``store_dtype: mxfp4``          ``weight`` uint8 [N, K/2]         ``weight_scale``
 ===========  ==============================  ================================  ===============================
 
-``expert_dtype`` is part of the quantization settings or at the top level of config.json. It remains "fp4" after
+``expert_dtype`` is part of the quantization config or at the top level of config.json. It remains "fp4" after
 ModelOpt has converted the experts to NVFP4 (``moe_quant_algo``); the second scale of NVFP4, which MXFP4 does not have,
 distinguishes them. Activations are 16-bit unless quantized ones are requested; DeepSeek's own code quantizes them to
 FP8.

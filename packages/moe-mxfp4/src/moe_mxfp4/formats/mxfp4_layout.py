@@ -59,7 +59,7 @@ class Mxfp4Storage(ExpertStorage):
 
     Attributes:
         activation: quantization of the activations; None for 16-bit activations.
-        why: origin of these settings, for messages.
+        why: origin of the quantization config, for messages.
         weight: usual suffix of the codes, for messages.
         scale: usual suffix of the scales, for messages.
     """

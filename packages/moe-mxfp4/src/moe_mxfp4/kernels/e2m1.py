@@ -1,4 +1,4 @@
-"""e2m1 weights dequantized in registers by plain Triton operations: tile loads and products.
+"""e2m1 weights dequantized in registers by plain Triton operations: tile loads and MMAs.
 
     weights          int32 words [E, rows, words], the checkpoint's bytes: 8 codes, low bits first
     scales           int32 [E, steps of 128 columns, rows]: the bytes of four groups, relative to the row's largest

@@ -1,4 +1,4 @@
-"""e2m1 weights converted to e4m3 in registers, for products with e4m3 activations.
+"""e2m1 weights converted to e4m3 in registers, for MMAs with e4m3 activations.
 
     words     int32 [E, steps, rows, words of 128 columns] in the order of
               `moe_core.kernels.gemm.fragments.fragment_order` ("e4m3")

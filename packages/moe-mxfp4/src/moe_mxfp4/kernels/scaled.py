@@ -38,7 +38,7 @@ def load_scaled(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr
 
 @triton.jit
 def _own(scales):
-    """Copy `scales` uint8 [rows, 4] for one product.
+    """Copy `scales` uint8 [rows, 4] for one MMA.
 
     Triton 3.6 fails on sm_100 if gate and up share them.
     """

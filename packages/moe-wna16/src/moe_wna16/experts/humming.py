@@ -193,7 +193,7 @@ class HummingWNA16Experts(FusedMoEExpertsModular):
         """Return the kernel settings that the library's heuristics choose for about ``rows`` rows."""
         if (name, rows) not in self._chosen:
             chosen = self._calls.get_heuristics_config(self._layers[name], shape_m=rows, **_GEMM)
-            # stream-K would reduce partial products in 16 bits, in completion order
+            # stream-K would reduce partial sums in 16 bits, in completion order
             self._chosen[name, rows] = json.dumps({**chosen, "use_stream_k": False})
         return self._chosen[name, rows]
 

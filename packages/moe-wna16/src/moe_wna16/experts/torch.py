@@ -62,7 +62,7 @@ class TorchWNA16Experts(TorchExperts):
         return replace(converted, w13=w13, w2=w2, quant_config=replace(given, w1=w1, w2=w2_desc))
 
     def _packed_groups(self) -> tuple[int, int] | None:
-        """Return the group sizes of w13 and w2 for torch's CPU product, or None if it is not used."""
+        """Return the group sizes of w13 and w2 for torch's CPU GEMM, or None if it is not used."""
         key, config = self.weight_key, self.config
         if key is None or self.activation_key is not None:
             return None
@@ -93,7 +93,7 @@ class TorchWNA16Experts(TorchExperts):
 
 
 def _packed(codes: Tensor, desc: FusedMoEQuantDesc, key: QuantKey, group: int) -> tuple[Tensor, FusedMoEQuantDesc]:
-    """Convert w13 or w2 for torch's CPU product; ``g_idx`` becomes the order of the columns."""
+    """Convert w13 or w2 for torch's CPU GEMM; ``g_idx`` becomes the order of the columns."""
     scale, bits = _given(desc.scale), key.dtype.bits
     packed, scales, orders = [], [], []
     for expert, one in enumerate(codes):

@@ -8,7 +8,7 @@ auto_round:auto_awq       AWQ's; 4 bits
 auto_round, auto_round:…  GPTQ's with unmodified zero points (older versions: exllamav2, tritonv2)
 ========================  =====================================================================================
 
-``extra_config`` overrides settings for individual layers. Scales of symmetric weights may be negative.
+``extra_config`` overrides the quantization config of individual layers. Scales of symmetric weights may be negative.
 """
 
 from __future__ import annotations

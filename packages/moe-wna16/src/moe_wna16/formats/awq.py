@@ -16,7 +16,7 @@ from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
 class AwqFormat(QuantizedFormat):
-    """Reader of AWQ; the module docstring describes the settings."""
+    """Reader of AWQ; the module docstring describes the quantization config."""
 
     name = "AWQ"
     quant_methods = ("awq",)

@@ -32,7 +32,7 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "int4-quantize
 
 
 class CompressedTensorsWNA16Format(QuantizedFormat):
-    """Reader of compressed-tensors WNA16; the module docstring describes the settings."""
+    """Reader of compressed-tensors WNA16; the module docstring describes the quantization config."""
 
     name = "compressed-tensors pack-quantized"
     quant_methods = ("compressed-tensors",)

@@ -18,7 +18,7 @@ from moe_wna16.formats.wna16_layout import WNA16Storage
 
 
 class GptqFormat(QuantizedFormat):
-    """Reader of GPTQ; the module docstring describes the settings."""
+    """Reader of GPTQ; the module docstring describes the quantization config."""
 
     name = "GPTQ"
     quant_methods = ("gptq",)
@@ -56,5 +56,5 @@ def _is_symmetric(entries: QuantEntries, layer: LayerExperts) -> bool:
 
 
 def _is_gptqmodels(quantization: Mapping[str, Any]) -> bool:
-    """Return whether the settings name GPTQModel as the writer."""
+    """Return whether the quantization config names GPTQModel as the writer."""
     return "gptqmodel" in (quantizers(quantization.get("meta")) or ())

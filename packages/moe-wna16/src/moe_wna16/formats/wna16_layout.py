@@ -44,7 +44,7 @@ class WNA16Storage(ExpertStorage):
         packing: tensors of the tool.
         group: columns that share a scale, -1 for a whole row.
         symmetric: the zero point is the middle of the code range; stored zero points must agree.
-        why: origin of these settings, for messages.
+        why: origin of the quantization config, for messages.
         activation: quantization of the activations; None for 16-bit activations.
         ordered: the config states that columns are grouped in another order, so ``g_idx`` is required.
     """
@@ -74,7 +74,7 @@ class WNA16Storage(ExpertStorage):
         return WNA16Layout(layer, key, self.activation, self, rules, interleaved=mixed, columns=columns)
 
     def _row(self, rule: TensorRule, key: QuantKey) -> TensorRule:
-        """Return a row of the packing's table as these settings need it."""
+        """Return a row of the packing's table that this config needs."""
         if rule.role == "g_idx":
             return replace(rule, required=self.ordered and self.group != -1)
         if rule.role not in ("scale", "zero_point"):

@@ -86,7 +86,7 @@ def downcast_e4m3(x):
 def factor_e4m3(x):
     """Return e4m3 as an MMA operand: unchanged on a GPU.
 
-    The interpreter's products read its NaN as 480, so there the operand is float32.
+    The interpreter's `tl.dot` reads its NaN as 480, so there the operand is float32.
     """
     if INTERPRET:
         nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F

@@ -1,7 +1,7 @@
-"""Synchronization for accumulators of products whose left operand is in registers.
+"""Synchronization for accumulators of MMAs whose left operand is in registers.
 
-`wgmma` reads registers asynchronously after it was issued. If only the next product uses the sum, Triton (3.6, 3.9)
-leaves the products of a step in flight into the next step, but does not reserve their registers. The next step then
+`wgmma` reads registers asynchronously after it was issued. If only the next MMA uses the sum, Triton (3.6, 3.9)
+leaves the MMAs of a step in flight into the next step, but does not reserve their registers. The next step then
 overwrites operands that are still to be read. With 128 columns the results are wrong; with fewer columns it is a race.
 A use of the sum makes Triton wait at the end of the step.
 """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from moe_core.kernels.gemm.tiles.launch import GemmWeight
 
 
-#: largest number of columns per step of the k loop
+#: largest number of columns per step of the mainloop
 WHOLE_COLUMNS = 128
 #: largest number of (adapter, local expert) pairs: a program that sorts by them counts them all in registers
 MOST_LORA_GROUPS = 8192
@@ -63,7 +63,7 @@ class LayerPlans:
     """What all calls of a layer share, found once.
 
     Attributes:
-        places: Places of the weights, of which the layers hold views.
+        places: Weight tensors of which the layers hold views.
         tuned: Measured launch configurations that the plans are based on.
         layer: The fused layer.
         gemv: The layer for small M, or None.
@@ -153,10 +153,10 @@ class GroupedExperts(RecordableExperts):
 
     @property
     def supports_split_k(self) -> bool:
-        """Whether k loops may be split among programs.
+        """Whether mainloops may be split among programs.
 
-        The batched format has no room for partial sums, and their number depends on the number of tokens, which batch
-        invariance forbids.
+        The batched format has no workspace for partial sums, and their number depends on the number of tokens, which
+        batch invariance forbids.
         """
         return not (self.batched or self.config.batch_invariant)
 

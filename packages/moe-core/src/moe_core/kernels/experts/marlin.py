@@ -33,8 +33,9 @@ class MarlinExperts(GroupedExperts):
     """
 
     family = "mixed_input"
-    #: spilled values: tile coordinates outside the k loop, for which 128 rows of activations leave no registers; masks
-    #: of odd sizes; scales in groups of 32 in the warp-specialized kernel, eight of this step and eight of the next
+    #: spilled values: tile coordinates outside the mainloop, for which 128 rows of activations leave no registers;
+    #: masks of odd sizes; scales in groups of 32 in the warp-specialized kernel, eight of this step and eight of the
+    #: next
     accepted_spills = (224, 640)
 
     @property
@@ -179,7 +180,7 @@ class MarlinExperts(GroupedExperts):
         # LoRA reads x and h between the launches; rows of x that depend on the expert are stored by pair
         if self.has_static_scales or self.batched or self.config.is_lora_enabled or self.operand_dtype.itemsize != 2:
             return False
-        # the router weight is applied to the products, which equals weighting x before it is quantized only if the
+        # the router weight is applied to gemm1's output, which equals weighting x before it is quantized only if the
         # scale is proportional to x
         key, on_input = self.activation_key, self.config.apply_router_weight_on_input
         return key is None or not on_input or key.scale.dtype is torch.float32

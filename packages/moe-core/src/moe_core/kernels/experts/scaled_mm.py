@@ -38,7 +38,7 @@ class ScaledMMExperts(ScaledGemvExperts):
     """
 
     family = "scaled_mm"
-    #: spilled values: tile coordinates outside the k loop; rows that are unaligned for 16-byte copies
+    #: spilled values: tile coordinates outside the mainloop; rows that are unaligned for 16-byte copies
     accepted_spills = (256, 256)
 
     @property

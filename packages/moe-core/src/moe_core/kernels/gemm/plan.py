@@ -22,11 +22,11 @@ class TileConfig:
         group_m: Row tiles that are rasterized together, so that they share weights in L2.
         swap_ab: Whether to compute the transposed tile, with the weights as the first operand.
         tma: Whether to read weights through TMA descriptors.
-        split_k: Number of programs that share the k loop of a tile.
+        split_k: Number of programs that share the mainloop of a tile.
         warp_specialized: Whether to use the scheme's warp-specialized kernel where one is applicable. Otherwise the
             tile kernel runs with the remaining fields.
-        uniform: Whether to scale products in the way that every tile height supports, even if this height has a faster
-            way.
+        uniform: Whether to scale partial sums in the way that every tile height supports, even if this height has a
+            faster way.
         short_tiles: Whether the warp-specialized kernel computes tiles of at most 64 rows two column blocks at a time.
         max_registers: Register limit per thread, set where the compiler's own choice costs one resident program per SM.
             0 means no limit.
@@ -80,7 +80,7 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Launch parameters of a matrix-vector product over packed words.
+    """Launch parameters of a GEMV over packed weights.
 
     Attributes:
         block_n: Rows of weights per program (of both halves if gated).
@@ -107,8 +107,8 @@ class GemvPlan:
     """Launch parameters of the layer for few tokens.
 
     Attributes:
-        gemm1: Configuration of the first product.
-        gemm2: Configuration of the second product.
+        gemm1: Configuration of gemm1.
+        gemm2: Configuration of gemm2.
         pdl: Whether launches overlap (programmatic dependent launch).
         fuse_finalize: Whether gemm2 programs take all pairs of a token, one per warp group, and sum them. The number of
             pairs must be a power of two, at most one per warp; packed words support one pair only. ``gemm2.block_n``

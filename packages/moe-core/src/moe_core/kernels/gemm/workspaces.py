@@ -14,7 +14,7 @@ from moe_core.spec.workspace import WorkspaceSpec
 
 #: Smallest tile height that a plan may request.
 MIN_BLOCK_M = 8
-#: Largest number of programs that share a k loop.
+#: Largest number of programs that share a mainloop.
 MAX_SPLIT_K = 16
 #: Name prefix of the LoRA workspaces.
 LORA = "lora_"
@@ -45,7 +45,7 @@ def split_k_workspace(config: FusedMoEConfig, pairs: int) -> WorkspaceSpec:
 
     Args:
         config: Configuration of the layer.
-        pairs: Largest number of pairs whose k loops are split; 0 disables split-K.
+        pairs: Largest number of pairs whose mainloops are split; 0 disables split-K.
 
     Returns:
         Specification of "partials", at most `MAX_PARTIALS` elements.

@@ -132,7 +132,7 @@ class ExchangeShape:
         Args:
             tokens: Number of tokens of this rank.
             code: Storage format of the hidden states.
-            room: Size of the buffer in bytes; :attr:`nbytes` by default.
+            room: Capacity of the buffer in bytes; :attr:`nbytes` by default.
 
         Raises:
             TensorError: If there are more tokens than the capacity, or the tokens do not fit the buffer.

@@ -5,7 +5,7 @@ them.
 
 Two choices change how numbers are rounded, so only the heuristics make them (`rounding`):
 
-- Tiles of at most 32 rows sum, or scale, the product of each step separately; larger ones lack the registers. With
+- Tiles of at most 32 rows sum, or scale, the partial sum of each step separately; larger ones lack the registers. With
   scales of groups, larger tiles multiply the weights by the scales instead, and e2m1 x e4m3 keeps a running sum in the
   tensor cores.
 - If scales do not change along k, the warp-specialized kernel keeps running sums of e4m3 in the tensor cores, which
@@ -29,7 +29,7 @@ from moe_core.kernels.gemm.workspaces import MAX_SPLIT_K, MIN_BLOCK_M
 
 #: launch configurations of a layer, for either family of kernels
 Plan = TilePlan | GemvPlan
-#: largest number of activation rows for which a step's product has separate registers
+#: largest number of activation rows for which a step's partial sum has separate registers
 FEW = 32
 #: (smallest, largest) value of each numeric field; all are powers of two except those in `_ANY`
 NUMBERS = {
@@ -77,7 +77,7 @@ def rounding(problem: LayerProblem, config: TileConfig) -> tuple[bool, bool]:
         config: Configuration of one GEMM.
 
     Returns:
-        ``(separate, running)``: whether each step's product is summed or scaled separately, and whether the tensor
+        ``(separate, running)``: whether each step's partial sum is summed or scaled separately, and whether the tensor
         cores keep running sums.
     """
     plain = problem.family == "scaled_mm" and problem.element in ("e4m3", "int8")
@@ -194,9 +194,9 @@ def _of_tiles(
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
         # float32 operands have a single plan; 8-bit activations of a float32 layer are not float32 operands
         if not problem.may_split or (problem.dtype_bytes == 4 and problem.family != "scaled_mm"):
-            yield "split_k: this layer's k loops are not split"
+            yield "split_k: split-K is not supported by this layer"
         elif config.split_k > steps_of(columns, step):
-            yield f"split_k is {config.split_k}, the k loop has {steps_of(columns, step)} steps"
+            yield f"split_k is {config.split_k}, but the mainloop has {steps_of(columns, step)} steps"
         elif last * problem.top_k * config.split_k * rows > MAX_PARTIALS:
             yield f"split_k is {config.split_k}: partial sums of {last} tokens have no room"
 

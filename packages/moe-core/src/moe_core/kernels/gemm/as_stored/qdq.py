@@ -1,4 +1,4 @@
-"""Activations that are quantized and dequantized (QDQ), for products with 16-bit operands.
+"""Activations that are quantized and dequantized (QDQ), for GEMMs with 16-bit operands.
 
 The result is codes times scales of an activation key, in bfloat16. It suits tensor cores that lack the codes' type, and
 kernels whose weights become 16-bit values. Codes of e4m3, e2m1 and int8 are exact in bfloat16. A code times its float32

@@ -44,7 +44,7 @@ def open_blocks(a_args, rows, expert):
 @triton.jit
 def load_blocks(state, k, BLOCK_K: tl.constexpr):
     """Tile [BLOCK_M, BLOCK_K] and the rows' scales [BLOCK_M]."""
-    # Load the scale before the tile: nothing waits for it until the product is done.
+    # Load the scale before the tile: nothing waits for it until the MMA is done.
     scale = tl.load(state[1] + k)
     tile, _ = load_values(state, k, BLOCK_K)
     return tile, scale

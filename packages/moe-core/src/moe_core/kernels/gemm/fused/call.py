@@ -145,7 +145,7 @@ class Call:
         """Return the workspace for split-K partial sums.
 
         Args:
-            split: Number of programs that share a k loop.
+            split: Number of programs that share a mainloop.
             columns: Columns of the result.
 
         Returns:

@@ -33,7 +33,7 @@ class GroupScheme(ActivationScheme):
         block: Columns of a tile of h.
         scale_dtype: Dtype of stored scales, one per group; None if the values include them.
         scatters: Whether x goes straight into the sorted order where the warp-specialized kernel computes gemm1.
-        keeps_range: Whether router weights may multiply gemm1's product instead of x.
+        keeps_range: Whether router weights may multiply gemm1's output instead of x.
     """
 
     quantize: Any

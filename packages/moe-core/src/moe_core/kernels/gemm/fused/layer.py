@@ -6,8 +6,8 @@
     finalize   out[token] = sum over its pairs of y, in float32
 
 In the batched format, rows arrive grouped by expert. Then there is neither sort nor finalize, and gemm2 writes the
-output. With few tokens, several programs share the k loop of a tile (split-K). For gemm1, another launch then adds the
-partial sums, applies the activation and quantizes. Router weights multiply gemm2's result, or x
+output. With few tokens, several programs share the mainloop of a tile (split-K). For gemm1, another launch then adds
+the partial sums, applies the activation and quantizes. Router weights multiply gemm2's result, or x
 (`apply_router_weight_on_input`). LoRA deltas are added before the bias.
 
 Schemes differ only in typed, frozen objects that are built once per layer: two weights
@@ -78,7 +78,7 @@ class FusedLayer:
                 rows beyond an expert's count are not read.
             out: [M, K], as ``x``. Batched: [E, T_max, K]; rows beyond an expert's count are not written.
             routing: Routing, or a `Batch`. An id that is negative, too large, or not mapped to a local expert adds
-                nothing. Batched results are not weighted, and batched k loops are not split.
+                nothing. Batched results are not weighted, and batched mainloops are not split.
             plan: Launch configurations.
             workspace: Tensors of the scheme's ``workspaces`` by name, for at least M tokens.
             lora: Adapters, with the adapter index of each token (batched: row), or None.

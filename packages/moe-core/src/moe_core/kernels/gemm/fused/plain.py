@@ -32,7 +32,7 @@ class RowQuantizer:
         h_arguments: Further arguments for rows of h.
         stores_scales: Whether each row has a stored float32 scale; otherwise the values include it.
         by_expert: Whether the result depends on a row's expert (static scales).
-        keeps_range: Whether router weights may multiply gemm1's product instead of x.
+        keeps_range: Whether router weights may multiply gemm1's output instead of x.
     """
 
     quantize: Any

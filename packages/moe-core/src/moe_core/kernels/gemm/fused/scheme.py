@@ -118,7 +118,7 @@ class ActivationScheme(ABC):
     def weights_first(self, has_lora: bool) -> bool:
         """Whether router weights on the input multiply x itself before quantization.
 
-        Otherwise they multiply gemm1's product. Adapters read x too.
+        Otherwise they multiply gemm1's output. Adapters read x too.
 
         Args:
             has_lora: Whether the call has adapters.
@@ -133,7 +133,7 @@ class ActivationScheme(ABC):
 
         Args:
             shape: Size of the largest call.
-            splits: Whether k loops may be split.
+            splits: Whether mainloops may be split.
 
         Returns:
             Specifications of the workspace tensors.

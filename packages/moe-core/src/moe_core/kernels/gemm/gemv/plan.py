@@ -1,4 +1,4 @@
-"""The layer for few tokens: two matrix-vector products per pair.
+"""The layer for few tokens: two GEMVs per pair.
 
     gemm1     h[pair] = act(w13 x)
     gemm2     y[pair] = weight * (w2 h[pair])
@@ -83,7 +83,7 @@ class GemvLayer(ABC):
     """A layer whose weights are multiplied by vectors; built once, like a `FusedLayer`.
 
     Attributes:
-        activation: Activation between the products.
+        activation: Activation between the two GEMVs.
     """
 
     activation: Activation
@@ -118,10 +118,10 @@ class GemvLayer(ABC):
 
     @abstractmethod
     def multiply(self, product: Product) -> None:
-        """Launch one product.
+        """Launch one GEMV.
 
         Args:
-            product: The product.
+            product: The GEMV.
         """
 
     def __call__(

@@ -38,7 +38,7 @@ class ScaledGemvForm(NamedTuple):
 
     Attributes:
         codes: A tensor of the codes' dtype, int8 or e4m3.
-        summed: Number of e4m3 products, 1 to 8, that are summed in float16 before float32; 1 is exact.
+        summed: Number of e4m3 products (1 to 8) that are summed in float16 before float32; 1 is exact.
         quantize: Function of the tile kernel's form for groups of ``group`` columns of the vector; None for one scale
             per vector.
         group: Columns per group; 0 for one scale per vector.

@@ -3,8 +3,8 @@
     problem.py    properties of a layer
     rules.py      tables of each element type: tiles, and up to how many rows per expert they are used
     regimes.py    what a row of a table states, and how a row becomes a plan
-    cost.py       expected tiles, waves and k loops of a call
-    gemv.py       products for few tokens, without tiles
+    cost.py       expected tiles, waves and mainloops of a call
+    gemv.py       GEMV plans for small M
     invariant.py  what stays fixed for batch invariance
     tuned.py      measured plans, which replace these
 

@@ -50,11 +50,11 @@ def expected_tiles(problem: LayerProblem, tokens: int, rows: int) -> float:
 
 @dataclass(frozen=True)
 class Loops:
-    """The k loops of one GEMM in one call, as split-K sees them.
+    """The mainloops of one GEMM in one call, as split-K sees them.
 
     Attributes:
         tiles: Number of output tiles, one per expert with rows.
-        steps: Number of steps of each k loop.
+        steps: Number of steps of each mainloop.
         weights: Bytes of weights that the call reads.
         sums: Number of results. Split-K has a float32 partial sum of each per split.
     """
@@ -66,7 +66,7 @@ class Loops:
 
     @staticmethod
     def of(problem: LayerProblem, tokens: int, experts: float, block: int, *, first: bool) -> Loops:
-        """Return the k loops of a call whose experts have one row tile each.
+        """Return the mainloops of a call whose experts have one row tile each.
 
         Args:
             problem: Layer properties that do not change between calls.
@@ -88,7 +88,7 @@ class Loops:
         return Loops(tiles, steps_of(columns, block), weights, tokens * problem.top_k * rows)
 
     def split(self, *limits: tuple[int, int], most: int = 16) -> int:
-        """Return the number of programs that share a tile's k loop. Their partial sums fit in the workspace.
+        """Return the number of programs that share a tile's mainloop. Their partial sums fit in the workspace.
 
         Args:
             limits: (largest number of programs, fewest steps per program); the split must meet one of them.

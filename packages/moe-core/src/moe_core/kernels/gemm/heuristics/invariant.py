@@ -4,7 +4,7 @@ Determined by comparing bits on an H200 (docs/design/batch_invariance.md):
 
 - May vary: rows and columns of a tile, number of warps, stages, tile order, TMA descriptors, operand order and
   dependent launches. For int8, and for e4m3 with block scales, also the warp-specialized kernel.
-- Must stay fixed: whether k loops are split; tiles, as opposed to a product without tensor cores; whether each step's
+- Must stay fixed: whether mainloops are split; tiles, as opposed to a GEMV without tensor cores; whether each step's
   product is summed separately, and how it is scaled. e4m3 with per-row scales must not use the warp-specialized kernel,
   which accumulates in the tensor cores. Its version for 4-bit words, and short tiles, were not compared.
 

@@ -16,7 +16,7 @@ from moe_core.kernels.gemm.heuristics.cost import RESIDENT_4, RESIDENT_8, Loops,
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
 
-#: Rule for the number of programs that share a k loop.
+#: Rule for the number of programs that share a mainloop.
 Split = Callable[[Loops], int]
 #: k-loop steps above which a nearly empty tail wave costs more than another way of splitting.
 LONG_LOOP = 20
@@ -46,7 +46,7 @@ class Change:
     """Fields of a configuration that differ in some calls.
 
     Attributes:
-        where: Inclusive bounds, all of which must hold: "steps" of the k loop, "depth" (steps per program), "split",
+        where: Inclusive bounds, all of which must hold: "steps" of the mainloop, "depth" (steps per program), "split",
             "tiles", "programs" (tiles times split), and gemm1's "programs1".
         fields: Values of `TileConfig` fields.
     """
@@ -61,7 +61,7 @@ class Tile:
 
     Attributes:
         config: The configuration, before the split.
-        split: Rule for the number of programs that share a k loop.
+        split: Rule for the number of programs that share a mainloop.
         changes: Exceptions, in order; a later one overrides an earlier one.
         short: Mean rows per expert, from and up to which the warp-specialized kernel takes short tiles.
     """
@@ -75,7 +75,7 @@ class Tile:
         """Return the configuration of a call.
 
         Args:
-            loops: The GEMM's k loops.
+            loops: The GEMM's mainloops.
             rows: Mean rows per expert.
             programs1: Number of programs of gemm1; None if this is gemm1.
 
@@ -103,7 +103,7 @@ class Regime:
         rows: Largest mean number of rows per expert.
         tiles: Largest expected number of tiles per expert, of gemm1's height.
         reached: Whether split-K counts the experts reached under uniform routing, instead of all that may be.
-        taller: Tile of 16 rows for gemm1, taken in long k loops where it fills the last wave better.
+        taller: Tile of 16 rows for gemm1, taken in long mainloops where it fills the last wave better.
     """
 
     gemm1: Tile

@@ -1,8 +1,8 @@
 """Launch rules of each element type: its regimes, from few rows per expert to many.
 
-With few rows, a call is bound by streaming weights. Then tiles have 8 to 32 rows, and programs share the k loop of a
+With few rows, a call is bound by streaming weights. Then tiles have 8 to 32 rows, and programs share the mainloop of a
 tile (split-K) where the tiles alone do not fill the device. With many rows, the tensor cores are the limit. Then taller
-tiles pay, because each loaded or dequantized weight enters more products. The measurements are in docs/design.
+tiles pay, because each loaded or dequantized weight enters more MMAs. The measurements are in docs/design.
 
 A row of a table states the GEMMs' tiles, and up to how many rows or tiles per expert they are used.
 """
@@ -37,14 +37,14 @@ Regimes = tuple[Regime, ...]
 
 
 def swapped(rows: int, warps: int, stages: int, *changes: Change, split: Split = WHOLE, **fields: Any) -> Tile:
-    """Return a tile of the transposed product (`swap_ab`): its rows are columns of the instruction.
+    """Return a tile of the transposed GEMM (`swap_ab`): its rows are columns of the instruction.
 
     Args:
         rows: Rows of a tile.
         warps: Warps per program.
         stages: Pipeline stages.
         changes: Exceptions for some calls.
-        split: Rule for the number of programs that share a k loop.
+        split: Rule for the number of programs that share a mainloop.
         fields: Other fields of `TileConfig`. By default 8 row tiles are rasterized together and weights read by TMA.
 
     Returns:
@@ -71,7 +71,7 @@ def lacks_shared_memory(capability: int) -> bool:
 
 
 def small_shared(*warps: int) -> Regimes:
-    """Return the table of the transposed product for little shared memory: two stages.
+    """Return the table of the transposed GEMM for little shared memory: two stages.
 
     Args:
         warps: Warps for tiles of 16, 32 and 64 rows. Fewer values end the table earlier.
@@ -107,13 +107,13 @@ def decoded(problem: LayerProblem) -> Regimes:
         if not as_stored:
             return small_shared(4, 8) if stepwise else small_shared(4, 8, 8)
         # Per-column scales are gathered, which no pipeline hides. Scales of e2m1 are applied to the values. Without an
-        # NVIDIA GPU, the products of a step spill next to sums of 32 rows.
+        # NVIDIA GPU, the partial sums of a step spill next to sums of 32 rows.
         return small_shared(*(8, 8, 8) if not stepwise and not e2m1 else (8, 8) if capability else (8,))
     # Two programs of eight warps on each SM, or four of four warps if there are more programs.
     eight = Change({"programs1": (0, RESIDENT)}, {"num_warps": 8})
     short = Change({"steps": (0, 2)}, {"num_stages": 2})
     split = within((RESIDENT, 4))
-    # The four products of a step, or the scales of its columns, need more registers than four warps have.
+    # The four partial sums of a step, or the scales of its columns, need more registers than four warps have.
     wide = as_stored and (problem.group_size == 32 or (stepwise and e2m1))
     few, many = swapped(64, 8, 3), swapped(128, 8, 3)
     first = (
@@ -125,7 +125,7 @@ def decoded(problem: LayerProblem) -> Regimes:
         Regime(swapped(32, 8 if wide else 4, 3, group_m=1), rows=24),
     )
     # Beyond sm_90, Triton multiplies int8 as on sm_80, with both operands in registers. Two accumulators of 128 x 128
-    # leave no registers for the product of a step.
+    # leave no registers for a separate partial sum per step.
     if stepwise if as_stored else capability != 90:
         return *first, Regime(few)
     gemm1 = few if stepwise else many
@@ -168,7 +168,7 @@ def scaled(problem: LayerProblem) -> Regimes:
     deep = Change({"steps": (32, inf)}, {"num_stages": 5 if problem.dtype_bytes == 4 else 6})
     shared = Change({"split": (2, inf)}, {"num_stages": 4})
     middle = Change({"steps": (16, inf)}, {"num_stages": 5})
-    # Either two programs per SM, or one with more steps in flight. The latter is faster for long k loops.
+    # Either two programs per SM, or one with more steps in flight. The latter is faster for long mainloops.
     long = Change({"steps": (32, inf), "split": (1, 1)}, {"num_stages": 4 if problem.group_size == -1 else 5})
 
     def tile(rows: int, split: Split, *changes: Change) -> Tile:
@@ -196,10 +196,10 @@ def scaled(problem: LayerProblem) -> Regimes:
 def _short_tiles(problem: LayerProblem) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the rows per expert at which the warp-specialized kernel computes 64 rows of short tiles, per GEMM.
 
-    Two column blocks at a time request weights at another rate than a whole tile running alongside. Over long k loops
+    Two column blocks at a time request weights at another rate than a whole tile running alongside. Over long mainloops
     one gets ahead of the other, and L2 no longer holds what both read. Where products are summed over all of k,
-    consumers free a slot one step later, and starve with half of the slots. Where memory is the limit, fewer products
-    gain nothing.
+    consumers release a stage one iteration later, and starve with half of the stages. Where memory is the limit, fewer
+    products gain nothing.
     """
     hidden, inner, by_memory = problem.hidden_size, problem.intermediate_size, 1.05 * problem.balance
     if problem.group_size == -1:
@@ -298,7 +298,7 @@ def mixed(problem: LayerProblem) -> Regimes:
 
 
 def _few_rows(problem: LayerProblem) -> Regimes:
-    """Return the regimes of 8 and 16 rows, whose k loops may be split."""
+    """Return the regimes of 8 and 16 rows, whose mainloops may be split."""
     gemm1, gemm2 = _tiles_of_16(problem)
     found = [Regime(gemm1, gemm2, rows=12)]
     if problem.bits == 4:
@@ -332,7 +332,7 @@ def _tiles_of_16(problem: LayerProblem) -> tuple[Tile, Tile]:
         split2 = within((1056, 28), (400, 5), (264, 3), below=RESIDENT_4)
         return swapped(16, 4, 3, more, group_m=1, split=split1), swapped(16, 4, 3, group_m=1, split=split2)
     gemm1 = (
-        # Four stages take the shared memory of a fourth program, which a split k loop needs.
+        # Four stages take the shared memory of a fourth program, which a split mainloop needs.
         Change({"steps": (17, inf), "split": (1, 1)}, {"num_stages": 4}),
         # Short loops: fetching a TMA descriptor costs more than the address arithmetic it saves.
         Change({"steps": (0, 16), "tiles": (0, 2 * RESIDENT_4)}, {"tma": False}),
@@ -351,7 +351,7 @@ def _words_of_8_bits(problem: LayerProblem) -> Regimes:
     steps = steps_of(problem.intermediate_size)
     few, some = swapped(32, 4, 3), swapped(64, 4, 3, tma=False)
     wide = swapped(64, 8, 3, block_n=2 * BLOCK_N) if steps > 8 else some
-    # Rows of h have space for whole tiles of 128 columns, which 256 rows of an ungated product may exceed.
+    # Rows of h have space for whole tiles of 128 columns, which 256 rows of an ungated GEMM may exceed.
     fits = problem.gated or steps % 2 == 0
     many = swapped(128, 8, 3, block_n=2 * BLOCK_N) if fits else swapped(128, 4, 2)
     return (

@@ -6,7 +6,7 @@ type (`dequant`) and the layout of its scales (`MarlinMatrix`). They share every
 
     integers   4- and 8-bit codes
     weight     the weight as the tile kernel takes it
-    gemv       the layer for few tokens, without tiles: integer products (`integer_dot`), or `mma.sync`
+    gemv       the layer for few tokens, without tiles: integer dot products (`integer_dot`), or `mma.sync`
 
 The order of codes, their conversion, dequantization and tiles are in `moe_core.kernels.gemm.fragments`. The
 warp-specialized kernel of 4-bit words is `moe_core.kernels.gemm.sm90.mixed_input`.

@@ -129,7 +129,7 @@ def integer_functions(matrix: MarlinMatrix, config: TileConfig) -> tuple[Any, An
     scale_acc = None if matrix.channel_scales is None else operand.scale_acc_channels
     open_b = operand.open_pairs if matrix.paired else operand.open_groups
     if size == operand.STEP.value and config.block_m <= FEW.value and not config.uniform:
-        # Each step's product is scaled separately. Above FEW rows, its sums need too many registers.
+        # Each step's partial sum is scaled separately. Above FEW rows, its sums need too many registers.
         symmetric = bits == 4 and matrix.scales.dtype != torch.int32
         return open_b, LOAD_WORDS[bits, 0], _MULTIPLY_INT4 if symmetric else _MULTIPLY_GROUP, scale_acc
     return open_b, LOAD_WORDS[bits, operand.STEP.value // size], _MULTIPLY_SCALED, scale_acc

@@ -2,8 +2,8 @@
 
 A warp group takes 64 rows at a time. It reads a step's words from shared memory and dequantizes them in registers,
 where the tensor cores need them: `wgmma` and `mma.sync` have the left operand's columns in the same places. With
-`wgmma` (`sums_by_wgmma`, the k loop of one consumer), the next values are dequantized while the tensor cores multiply
-64 rows and 64 columns of the weights. Values stay in registers until their products are done.
+`wgmma` (`sums_by_wgmma`, the mainloop of one consumer), the next values are dequantized while the tensor cores multiply
+64 rows and 64 columns of the weights. Values stay in registers until their MMAs are done.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moe_core.kernels.gemm.fragments.dequant import in_columns
 from moe_core.kernels.gemm.fragments.operand import scales_in
 from moe_core.kernels.gemm.sm90.pipeline import free_slot, full_slot, slot_and_phase
 
-# Weight rows of one product.
+# Weight rows of one MMA.
 ROWS = gl.constexpr(64)
 # Number of such blocks per warp group of `moe_core.kernels.gemm.sm90.mixed_input`.
 BLOCKS = gl.constexpr(2)
-# Columns of a step, columns of one product, and words of a step per row.
+# Columns of a step, columns of one MMA, and words of a step per row.
 STEP = gl.constexpr(128)
 CHUNK = gl.constexpr(64)
 WORDS = gl.constexpr(16)
@@ -76,7 +76,7 @@ def _scales_of_slot(ring, slot, k, first, form, dtype: gl.constexpr):
 
 @gluon.jit
 def load_words(ring, turn, k, given, form, dtype: gl.constexpr, WARPGROUP: gl.constexpr):
-    """(words, scales) of step `turn` for each block of 64 rows of a consumer.
+    """(words, scales) of iteration `turn` for each block of 64 rows of a consumer.
 
     The step is step k of its tile. dtype: of the stored scales. given: scales of the rows, which all steps share; if
     groups have scales, the factor of these, or None.
@@ -179,7 +179,7 @@ def sums_by_wgmma(
         last = numbers_of(words[1], scales[1], 1, operand, form.dequantize, dtype)
         sum_1 = _add(last, x_1, acc_1)
         acc_0 = _wait(sum_0, numbers, 1)
-        # Dequantize the next step's first values alongside the last products; after the last step, this step's
+        # Dequantize the next step's first values alongside the last MMAs; after the last step, this step's
         # words again.
         following = turn + (k + 1 < steps).to(gl.int32)
         words, scales = load_words(ring, following, k + 1, given, form, scale_dtype, WARPGROUP)

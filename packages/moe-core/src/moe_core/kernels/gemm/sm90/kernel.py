@@ -7,10 +7,10 @@ persistent: one CTA per SM, which takes one tile after another. Where the last t
 the two warp groups may share its rows, and each own a column block.
 
 The rows of a tile are adjacent in operand A ([P, K] in sorted order, or [E * T_max, K]). Each CTA computes two blocks
-of 128 columns: gate and up, joined in the epilogue, or neighbors n and n + 128 of an ungated product.
+of 128 columns: gate and up, joined in the epilogue, or neighbors n and n + 128 of an ungated GEMM.
 
 Exposed latency would be a third of the time of a tile with few steps. So a tile's scales and pairs are requested before
-the epilogue of the previous tile, and its router weights before its own k loop.
+the epilogue of the previous tile, and its router weights before its own mainloop.
 
 The kernel is written in Gluon because the order of waits matters. There is no interpreter for it.
 """
@@ -40,11 +40,11 @@ from moe_core.kernels.gemm.sm90.pipeline import (
 
 
 class KernelForm(NamedTuple):
-    """Compile-time parameters of the kernel: its k loop, the loads before it, and constants.
+    """Compile-time parameters of the kernel: its mainloop, the loads before it, and constants.
 
     Attributes:
-        prefetch: Device function that loads what the k loop needs.
-        multiply: Device function of the k loop.
+        prefetch: Device function that loads what the mainloop needs.
+        multiply: Device function of the mainloop.
         group_m: Row tiles that are rasterized together.
         short: How tiles of at most 64 rows are computed, see `moe_core.kernels.gemm.sm90.pipeline`; the result is the
             same.
@@ -71,7 +71,7 @@ def _share(tile, form, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _prefetch(tile, schedule, a_args, b_args, epilogue, N, form, WARPGROUP: gl.constexpr):
-    """Loads for a tile, in flight: (inputs of the k loop, pairs of the rows).
+    """Loads for a tile, in flight: (inputs of the mainloop, pairs of the rows).
 
     The pairs are () where none are needed.
     """
@@ -110,7 +110,7 @@ def _consumer(schedule, a_args, b_args, result, epilogue, ring, queue, met, size
         expert, _, end, _ = tile
         short = is_short(tile, form)
         first, row, block_n = _share(tile, form, WARPGROUP)
-        # The slots of a short tile alternate between the two consumers.
+        # The stages of a short tile alternate between the two consumers.
         own = gl.where(short, WARPGROUP, 0)
         stride = gl.where(short, 2, 1)
         slots = (ring[0], ring[1], ring[2], ring[3], turn + own, stride)
@@ -163,7 +163,7 @@ def hopper_kernel(
     GEMM1: out [P, width] = quantize(act(A w13^T + bias)), rows in sorted order; gemm2: out[pair] = A w2^T + bias.
 
     - a_desc [P, K], b_desc over all weights: descriptors with blocks of 128 x depth of a step; strides: see `producer`
-    - a_args and b_args: scales, see the k loops; schedule, result and epilogue as in the tile kernel
+    - a_args and b_args: scales, see the mainloops; schedule, result and epilogue as in the tile kernel
     - N: columns of the result, of one half if gated; form: `KernelForm`
     """
     begin_pdl(PDL)

@@ -77,7 +77,7 @@ def start(
         scales: Arguments of the scales.
         rows: Where the kernel finds an expert's weights in their matrix.
         form: Compile-time parameters of the kernel.
-        stages: Slots of the ring buffer.
+        stages: Stages of the ring buffer.
     """
     device, weight = gemm.result.out.device, gemm.weight
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

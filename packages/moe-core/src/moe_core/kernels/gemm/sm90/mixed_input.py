@@ -9,9 +9,9 @@ Products are transposed, with weights first, from registers. Activations are fou
 tile has more weight rows than activation rows; otherwise L2 bandwidth would be the limit. A tile of the schedule uses
 the smallest of HEIGHTS that holds its rows, so that the cost of an expert's last rows matches their number.
 
-Exposed latency would be a third of the time of a tile with few steps. So a tile's place in the schedule is requested
-before the k loop of the previous tile, its pairs before that tile's epilogue, and its router weights before its own k
-loop. Scales of groups arrive with their words, as many steps ahead.
+Exposed latency would take a third of the time of a tile with few steps. So a tile's index in the schedule is requested
+before the mainloop of the previous tile, its pairs before that tile's epilogue, and its router weights before its own
+mainloop. Group scales are loaded with their packed weights, the same number of steps ahead.
 
 Sums are accumulated in the order of the tile kernel. Results are bitwise equal, except for the activation function, and
 for int4 with scales near the limits of float32 (`moe_core.kernels.gemm.fragments.scales.powers_of`).
@@ -106,7 +106,7 @@ def _prefetch(tile, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP: 
 
 @gluon.jit
 def _finish(acc, factor, epilogue, result, of_rows, tile, end, first, N, form, PART: gl.constexpr):
-    """Run the epilogue of a finished product [64, rows], up to the stores.
+    """Run the epilogue of a finished accumulator [64, rows], up to the stores.
 
     It covers weight rows from `first` on, and tile rows from PART on. of_rows: router weights and pairs of the tile's
     rows, in shared memory; end: end of the expert's rows.
@@ -178,7 +178,7 @@ def _tile(
     sums, turn = sums_by_wgmma(turn, ring, given, sizes[2], form, scale_dtype, HEIGHT, WARPGROUP)
     ahead = _prefetch(following, in_use, schedule, b_args, epilogue, sizes, form, WARPGROUP)
     if len(pairs) > 0:
-        # All warps have read those of the previous tile: they synchronized in the k loop.
+        # All warps have read those of the previous tile: they synchronized in the mainloop.
         of_rows[1].store(pairs[0])
         if weight is not None:
             of_rows[0].store(weight)
@@ -246,7 +246,7 @@ def _consumer(schedule, b_args, result, epilogue, ring, of_rows, sizes, form, WA
 
 @gluon.jit
 def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
-    """Request every tile that this CTA multiplies, as far ahead as there are free slots.
+    """Request every tile that this CTA multiplies, as far ahead as there are free stages.
 
     Activations in sorted order are requested by descriptor. Rows by token are copied by four warps, 16 bytes per
     thread.

@@ -1,18 +1,18 @@
-"""Shared parts of the k loops of `moe_core.kernels.gemm.sm90.kernel`.
+"""Shared parts of the mainloops of `moe_core.kernels.gemm.sm90.kernel`.
 
-These are its tiles, the producer warp that requests them, and the slots for operands.
+These are its tiles, the producer warp that requests them, and the stages for operands.
 
     ring = (a_tiles, b_tiles, full, empty, start, stride)
 
-A slot of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, as deep as the
-blocks of their descriptors. `full` and `empty` are its barriers. Step `turn` of a tile is in slot start + turn *
+A stage of shared memory holds the operands of one step: 128 rows of A and two blocks of 128 rows of B, as deep as the
+blocks of their descriptors. `full` and `empty` are its barriers. Iteration `turn` of a tile is in stage start + turn *
 stride, a running index.
 
 CTAs draw their tiles from a counter, tiles[1] of the schedule, which is 0 before and after the kernel. The producer
 draws ahead, locates the tile and passes it to the consumers through a queue.
 
 A short tile, the end of an expert with at most 64 rows, is enough work for one consumer only. With `short`, the two
-consumers multiply the same rows by neighboring column blocks, each from separate slots, every other one of the ring.
+consumers multiply the same rows by neighboring column blocks, each from separate stages, every other one of the ring.
 The items of odd column blocks of such a tile are skipped. After it the two consumers synchronize, see
 `allocate_meeting`.
 """
@@ -32,7 +32,7 @@ TILE = gl.constexpr(128)
 HALF = gl.constexpr(64)
 # Number of tiles that the producer may be ahead of the consumers.
 QUEUE = gl.constexpr(4)
-# Layout of a product [64, 128].
+# Layout of an accumulator [64, 128].
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 
 
@@ -56,7 +56,7 @@ def locate_tile(index, schedule, tiles, blocks_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
-    """(full, empty) of STAGES slots: PRODUCERS arrive at the first, two consumers at the second."""
+    """(full, empty) of STAGES stages: PRODUCERS arrive at the first, two consumers at the second."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -72,7 +72,7 @@ def allocate_meeting(SHORT: gl.constexpr):
     The memory of a barrier that is never waited for would be given to data: see `moe_core.testing.barriers`.
 
     A wait for a phase also ends while the phase before it is not complete. A consumer does not wait for the other's
-    slots. So before the next tile requests one of them, the other consumer must have seen it filled.
+    stages. So before the next tile requests one of them, the other consumer must have seen it filled.
     """
     if SHORT:
         met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -84,7 +84,7 @@ def allocate_meeting(SHORT: gl.constexpr):
 
 @gluon.jit
 def slot_and_phase(place, SLOTS: gl.constexpr):
-    """The slot of running index `place`, and the phase of its barriers."""
+    """The stage of iteration `place`, and the phase of its barriers."""
     if SLOTS & (SLOTS - 1) == 0:
         # On the critical path of each step: a signed division would also test the sign.
         return place & (SLOTS - 1), (place & SLOTS) // SLOTS
@@ -94,7 +94,7 @@ def slot_and_phase(place, SLOTS: gl.constexpr):
 
 @gluon.jit
 def full_slot(full, place):
-    """Wait until the slot of running index `place` is filled, and return the slot."""
+    """Wait until the stage of iteration `place` is filled, and return the stage."""
     slot, phase = slot_and_phase(place, full.shape[0])
     mbarrier.wait(full.index(slot), phase)
     return slot
@@ -110,14 +110,14 @@ def empty_slot(empty, place):
 
 @gluon.jit
 def wait_for_slot(ring, turn, WARPGROUP: gl.constexpr):
-    """The operands of step `turn` of a tile: the consumer's 64 rows of A, and both blocks of B."""
+    """The operands of iteration `turn` of a tile: the consumer's 64 rows of A, and both blocks of B."""
     slot = full_slot(ring[2], ring[4] + turn * ring[5])
     return ring[0].index(slot).slice(WARPGROUP * HALF, HALF, 0), ring[1].index(slot)
 
 
 @gluon.jit
 def free_slot(ring, turn, some):
-    """Free the slot of step `turn` when all four warps have read its operands; only if `some`."""
+    """Free the stage of iteration `turn` when all four warps have read its operands; only if `some`."""
     barrier()
     slot, _ = slot_and_phase(ring[4] + turn * ring[5], ring[3].shape[0])
     mbarrier.arrive(ring[3].index(slot), pred=some)
@@ -216,7 +216,7 @@ def _next_tile(schedule, tiles, blocks_n, form):
 def producer(
     a_desc, b_desc, schedule, ring, queue, tiles, blocks_n, steps, strides, second, form, BLOCKS: gl.constexpr
 ):
-    """Request every tile that this CTA multiplies, as far ahead as there are free slots.
+    """Request every tile that this CTA multiplies, as far ahead as there are free stages.
 
     strides: rows of b_desc from one expert to the next, and rows and columns from one k-loop step to the next.
     """
@@ -245,7 +245,7 @@ def producer(
             slot = empty_slot(empty, turn)
             ready = full.index(slot)
             if short:
-                # On behalf of the consumer that does not read the slot.
+                # On behalf of the consumer that does not read the stage.
                 mbarrier.arrive(empty.index(slot))
                 mbarrier.expect(ready, (HALF + 2 * TILE) * DEPTH)
                 if part == 0:

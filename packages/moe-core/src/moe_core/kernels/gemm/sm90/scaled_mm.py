@@ -1,9 +1,9 @@
-"""The k loop of `moe_core.kernels.gemm.sm90.kernel` for scales constant along k.
+"""The mainloop of `moe_core.kernels.gemm.sm90.kernel` for scales constant along k.
 
 This is the loop of one consumer.
 
     a_args = (scales, per_row, nan_flags)
-    b_args = (scales, stride per expert, per half of a gated product, per column)
+    b_args = (scales, stride per expert, per half of a gated GEMM, per column)
 
 `per_row` is None if each expert has a scale; otherwise each row has one. `nan_flags` of rows may be None, see
 `moe_core.kernels.gemm.tiles.scaled_mm.scale_or_nan`. Strides are 0 where the scale is the same. Scales of A with zero
@@ -37,7 +37,7 @@ def _of_columns(pointer, stride_half, stride_column, block_n, N, GATED: gl.const
 
 @gluon.jit
 def _spread(columns):
-    """Distribute [128] of `_of_columns` to the threads that hold the product's columns.
+    """Distribute [128] of `_of_columns` to the threads that hold the accumulator's columns.
 
     This goes through shared memory instead of 32 loads.
     """
@@ -67,7 +67,7 @@ def prefetch(row, expert, block_n, a_args, b_args, N, GATED: gl.constexpr):
 def scaled_mm(
     turn, ahead, row, expert, block_n, a_args, b_args, ring, steps, N, WARPGROUP: gl.constexpr, GATED: gl.constexpr
 ):
-    """(scaled float32 products [64, 128] of both blocks, number of steps so far).
+    """(scaled float32 accumulators [64, 128] of both blocks, number of steps so far).
 
     ahead: result of `prefetch`. int8 is summed exactly in int32 and scaled once; e4m3 is summed in float32, in the
     tensor cores.
@@ -96,7 +96,7 @@ def scaled_mm(
         else:
             acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=more, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-        # The previous step is done: free its slot.
+        # The previous step is done: free its stage.
         free_slot(ring, turn + ring[3].shape[0] - 1, k > 0)
         turn += 1
     acc = warpgroup_mma_wait(0, deps=acc if INT8 else [acc])

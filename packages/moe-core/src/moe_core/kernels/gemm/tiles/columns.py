@@ -3,7 +3,7 @@
 With an activation order, a column may belong to any group. At load time the columns of each expert are sorted by group.
 At run time its activations are gathered in that order, which is exact for any groups. Where group sizes differ from the
 key's (in a shard of a matrix), each group is padded to a multiple of a smaller group size, and all smaller groups get
-their own scales. The products then read single columns, which is slow.
+their own scales. The MMAs then read single columns, which is slow.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class WarpSpecializedGemm:
 
     Attributes:
         tensor: Weights with one-byte elements, row-major [E, rows, K] or block-major (`weight_strides`).
-        functions: Returns the scheme's device functions (prefetch, k loop); they are imported on use.
+        functions: Returns the scheme's device functions (prefetch, mainloop); they are imported on use.
         weight_scales: Tuple of scales that both functions take.
         depth: Columns of a k-loop step.
         start: Launches another kernel instead (one of `moe_core.kernels.gemm.sm90.launch`) and defines what the other
@@ -163,7 +163,7 @@ class GemmWeight:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """Activation between the two products.
+    """Activation between the two GEMMs.
 
     Attributes:
         name: A `MoEActivation` value, or "" for gemm2.
@@ -350,7 +350,7 @@ class Epilogue(NamedTuple):
     Attributes:
         bias: [E, rows of all halves], or None.
         stride_bias: Expert stride of ``bias``.
-        weights: Router weights by pair, or None. They multiply gemm1's product before bias and activation, or gemm2's
+        weights: Router weights by pair, or None. They multiply gemm1's output before bias and activation, or gemm2's
             result.
         lora: LoRA deltas, or None.
         activation: Name, see `moe_core.kernels.device.activation`; "" for gemm2.
@@ -499,7 +499,7 @@ def reduce_split_k(gemm: Gemm, result: Result) -> None:
     """
     routing, partials, columns = gemm.routing, gemm.result.out, gemm.weight.n
     if not isinstance(routing, Routing) or gemm.activation is None:
-        raise TypeError("the k loop of gemm1 alone is split so, and not over batched rows")
+        raise TypeError("split-K with a separate reduction is supported for gemm1 in the standard format only")
     launch(
         split_k_reduce_kernel,
         (routing.ids.numel(), -(-columns // result.block.value)),

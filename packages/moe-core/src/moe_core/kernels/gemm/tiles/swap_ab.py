@@ -1,6 +1,6 @@
-"""Transposed products (SWAP_AB): weights enter the tensor cores from registers.
+"""Transposed GEMMs (SWAP_AB): weights enter the tensor cores from registers.
 
-Activations are the columns of these products.
+Activations are the columns of these GEMMs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_core.kernels.device.casts import INTERPRET
 from moe_core.kernels.device.specialize import specialize
 from moe_core.kernels.device.wait import wait_for_mma
 
-# Activation rows up to which registers suffice for a separate product per step.
+# Activation rows up to which registers suffice for a separate partial sum per step.
 FEW = tl.constexpr(32)
 # Up to Triton 3.7, a thread of `mma.sync` holds four adjacent columns of an operand that was joined from others.
 _FOUR_COLUMNS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
@@ -64,7 +64,7 @@ def add_swap_ab_dot(acc, values, x):
     if INTERPRET or x.dtype == tl.float32:
         return tl.dot(values.to(tl.float32), tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
     elif acc.shape[1] <= FEW:
-        # A separate product per step: ptxas makes every `wgmma` wait for the one before unless it can prove
+        # A separate partial sum per step: ptxas makes every `wgmma` wait for the one before unless it can prove
         # that nothing else writes a running sum meanwhile. Written as `fma`, because Triton would turn a sum
         # into a running one.
         return tl.fma(swap_ab_dot(values, x), tl.full(acc.shape, 1.0, tl.float32), acc)
@@ -76,7 +76,8 @@ def add_swap_ab_dot(acc, values, x):
 def uniform(multiply: Any) -> Any:
     """Return a copy of a tile kernel's ``multiply`` that sums alike for every tile height.
 
-    Device functions read `FEW`. In the copies, no step's product has separate registers: the tensor cores' sum runs on.
+    Device functions read `FEW`. In the copies, no step's partial sum has separate registers: the tensor cores' sum runs
+    on.
 
     Args:
         multiply: Device function of the tile kernel.

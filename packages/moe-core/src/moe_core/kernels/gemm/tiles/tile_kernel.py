@@ -45,7 +45,7 @@ INTERLEAVED: gate and up rows of the weights alternate in blocks of 8, each half
 a row and the eighth row after it in one thread, so that a tile has gate and up of the same columns in the same
 registers. Otherwise a gated tile has two accumulators (DUAL), each of which reads its half of the weights.
 
-SPLIT_K programs share the k loop of one tile, where the tiles alone do not fill all SMs. Each stores float32 partial
+SPLIT_K programs share the mainloop of one tile, where the tiles alone do not fill all SMs. Each stores float32 partial
 sums by pair, [pair * SPLIT_K + k_part, columns]. The next launch adds them; for gemm1 that is `split_k_reduce_kernel`.
 """
 
