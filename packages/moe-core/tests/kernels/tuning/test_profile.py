@@ -85,7 +85,7 @@ def _plan(data: dict[str, Any], layer: int = 0, number: int = 1) -> dict[str, An
             lambda d: _plan(d)["gemm2"].update(swap_ab=False),
             "swap_ab is False, which no built-in choice for such a layer has",
         ),
-        (lambda d: _plan(d)["gemm2"].update(split_k=16), "split_k is 16, the k loop has 6 steps"),
+        (lambda d: _plan(d)["gemm2"].update(split_k=16), "split_k is 16, but the mainloop has 6 steps"),
         (lambda d: _plan(d)["gemm1"].update(split_k=16), "partial sums of 64 tokens have no room"),
         # few rows sum each step by itself, many multiply the weights by their scales
         (lambda d: _plan(d)["gemm1"].update(block_m=128), "round otherwise than the built-in choice"),
