@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import moe_core as mc
@@ -13,10 +14,11 @@ from moe_core.reference.fused_moe import fused_moe_reference
 from moe_core.reference.quantization import fake_quantize, quantize_moe_weights
 from moe_core.reference.tolerance import expected_output
 from moe_core.selection.memory import layer_memory, specimen
-from moe_core.spec.numerics import NumberKind
+from moe_core.spec import quant_key
+from moe_core.testing import ConformanceTests, cases_for, run_case
 
-INT6 = mc.QuantDtype("int6", NumberKind.INT, 6, 31.0, -32.0, storage=torch.int8)
-FP6 = mc.QuantDtype("e3m2", NumberKind.FLOAT, 6, 28.0, -28.0, mantissa_bits=2)
+INT6 = mc.QuantDtype("int6", mc.NumberKind.INT, 6, 31.0, -32.0, storage=torch.int8)
+FP6 = mc.QuantDtype("e3m2", mc.NumberKind.FLOAT, 6, 28.0, -28.0, mantissa_bits=2)
 PER_TENSOR = mc.ScaleDesc(torch.float32, True, mc.PER_TENSOR)
 E4M3_GROUPS = mc.ScaleDesc(torch.float8_e4m3fn, True, mc.GroupShape(1, 16))
 NVFP4 = mc.QuantKey(mc.FP4_E2M1, E4M3_GROUPS, PER_TENSOR)
@@ -36,7 +38,20 @@ ACTIVATIONS = {
         NVFP4, scale=replace(E4M3_GROUPS, static=False), scale2=replace(PER_TENSOR, static=False)
     ),
 }
-mc.name_quant_keys(WEIGHTS | ACTIVATIONS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def names() -> Iterator[None]:
+    """Names of the keys, as a package gives them when it is imported; other tests go through all names."""
+    tables = quant_key._KEYS, quant_key.NAMES
+    before = [dict(table) for table in tables]
+    mc.name_quant_keys(WEIGHTS | ACTIVATIONS)
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)  # type: ignore[arg-type]
+    quant_key._name_of.cache_clear()
+
 
 CONFIG = mc.FusedMoEConfig(num_experts=4, top_k=2, hidden_size=64, intermediate_size=96, dtype=torch.float32)
 
@@ -225,3 +240,20 @@ def test_activations_of_two_levels(name: str) -> None:
     scaled = groups / scale2 / scale[..., None]
     expected = table[(scaled[..., None] - table).abs().argmin(-1)] * scale[..., None] * scale2
     assert torch.allclose(found, expected.view(5, 64))
+
+
+class ForgetsSecondScales(ToyTorchExperts):
+    def convert(self, weights: mc.MoEWeights) -> mc.KernelWeights:
+        ones = None if weights.w13_scale2 is None else torch.ones_like(weights.w13_scale2)
+        return replace(super().convert(weights), quant_config=weights.quant_config(w1_scale2=ones))
+
+
+def test_the_kit_notices_a_forgotten_second_scale() -> None:
+    case = next(c for c in cases_for(ForgetsSecondScales) if c.weight_key == NVFP4 and c.check == "values")
+    run_case(ToyTorchExperts, case)
+    with pytest.raises(AssertionError, match="second scales of w13 are left out"):
+        run_case(ForgetsSecondScales, case)
+
+
+class TestToyExperts(ConformanceTests):
+    experts = ToyTorchExperts

@@ -509,10 +509,7 @@ def _as_grid(scale: Tensor | None, desc: ScaleDesc, x: Tensor) -> Tensor | None:
 def _divided(
     x: Tensor, counted: Tensor, key: QuantKey, parts: int, scale2: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """``x`` [E, rows, K] divided by its second scale, which is computed from ``counted`` unless given, and that scale.
-
-    The largest quotient is the largest code times the largest 8-bit scale, or times 1 for wider scales.
-    """
+    """``x`` [E, rows, K] divided by its second scale, and that scale: computed from ``counted`` unless given."""
     if key.scale2 is None:
         if scale2 is not None:
             raise ConfigError(f"scale2 is given, the key is {key}")
@@ -523,12 +520,7 @@ def _divided(
     if scale2 is None and not x.numel():
         return x, _store_scale(torch.zeros(shape, dtype=torch.float32, device=x.device), key.scale2.dtype)
     if scale2 is None:
-        amax = grid.groups(counted.float().abs()).amax(dim=(3, 5)).clamp_min(AMAX_FLOOR)
-        amax = torch.where(amax.isfinite(), amax, torch.nan).reshape(shape)
-        # 8-bit scales use all of their range. Wider scales are at most 1.
-        narrow = key.scale.dtype.is_floating_point and key.scale.dtype.itemsize == 1
-        largest = key.dtype.max_value * (torch.finfo(key.scale.dtype).max if narrow else 1.0)
-        scale2 = _store_scale(amax / torch.full_like(amax, largest), key.scale2.dtype)
+        scale2 = second_scale(grid.groups(counted.float().abs()).amax(dim=(3, 5)), key).reshape(shape)
     check_shape("scale2", scale2, shape)
     check_dtype("scale2", scale2, (key.scale2.dtype,))
     return x / grid.spread(scale_values(scale2)), scale2
@@ -642,6 +634,29 @@ def _store_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
         scale = torch.where(scale.isfinite(), scale.clamp_max(info.max), torch.nan)
         return scale.clamp_min(info.smallest_normal * info.eps).to(dtype)
     return scale.to(dtype).clamp_min(info.smallest_normal * info.eps)
+
+
+def second_scale(amax: Tensor, key: QuantKey) -> Tensor:
+    """Compute the stored second scale of groups from their largest magnitude.
+
+    With it, the largest element is the largest code times the largest 8-bit scale, or times 1 for wider scales.
+
+    Args:
+        amax: float32, largest magnitude of the elements that share a second scale.
+        key: Quantization key with two levels of scales.
+
+    Returns:
+        Tensor of the same shape.
+
+    Raises:
+        ConfigError: The key has one level of scales.
+    """
+    if key.scale2 is None:
+        raise ConfigError(f"the key has no second scale; got {key}")
+    amax = torch.where(amax.isfinite(), amax.clamp_min(AMAX_FLOOR), torch.nan)
+    narrow = key.scale.dtype.is_floating_point and key.scale.dtype.itemsize == 1
+    largest = key.dtype.max_value * (torch.finfo(key.scale.dtype).max if narrow else 1.0)
+    return _store_scale(amax / torch.full_like(amax, largest), key.scale2.dtype)
 
 
 def scale_values(scale: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from moe_core.reference.fused_moe import Steps, route_pairs
-from moe_core.reference.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range
+from moe_core.reference.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range, second_scale
 from moe_core.reference.skewed_routing import skewed
 from moe_core.spec.activation import MoEActivation
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.lora import LoRAWeights, lora_shapes
-from moe_core.spec.numerics import FP4_E2M1, FP8_E4M3, NumberKind, is_e8m0
+from moe_core.spec.numerics import NumberKind, is_e8m0
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.weights import MoEWeights
 
@@ -227,7 +227,7 @@ def make_weights(
         **biases,
         **groups,
     )
-    if weight_key is not None and weight_key.dtype in _SUBNORMAL:
+    if weight_key is not None and weight_key.dtype.kind is NumberKind.FLOAT:
         weights = _with_edges(weights, (w13, w2), config, weight_key, generator)
     if weight_key is not None and weight_key.dtype.kind is NumberKind.UINT:
         weights = _with_all_codes(weights, (w13, w2), config, weight_key, generator)
@@ -243,12 +243,6 @@ def make_weights(
     return weights
 
 
-#: factor, as a power of two, that raises scales so that all codes become subnormal: e4m3's largest value, 448, is 2**15
-#: times the largest subnormal, 7 * 2**-9; e2m1's largest value, 6, is eight times 0.75, which rounds from below to its
-#: only subnormal, 0.5
-_SUBNORMAL = {FP8_E4M3: 15, FP4_E2M1: 3}
-
-
 def _with_edges(
     weights: MoEWeights,
     values: tuple[Tensor, Tensor],
@@ -258,15 +252,21 @@ def _with_edges(
 ) -> MoEWeights:
     """Requantize ``values`` with a sixth of the groups subnormal and a few extreme e8m0 scales."""
     changed: dict[str, Any] = {}
-    shift = _SUBNORMAL[key.dtype]
+    # Power of two that raises scales so that all codes become subnormal: the largest value is below the smallest normal
+    # number times that power.
+    smallest_normal = key.dtype.magnitudes[2**key.dtype.mantissa_bits]
+    shift = math.frexp(key.dtype.max_value / smallest_normal)[1]
     for name, w, parts in (("w13", values[0], 2 if config.is_gated else 1), ("w2", values[1], 1)):
         scale: Tensor = getattr(weights, f"{name}_scale").clone()
         chosen = torch.rand(scale.shape, generator=generator) < 1 / 6
         if is_e8m0(key.scale.dtype):
             scale.view(torch.uint8).add_(shift * chosen.to(torch.uint8))
         else:
-            scale = torch.where(chosen, scale * 2.0**shift, scale)
-        codes, scale, *_ = quantize_weight(w, key, parts=parts, scale=scale)
+            raised = scale.float() * 2.0**shift
+            chosen &= raised <= torch.finfo(scale.dtype).max
+            scale = torch.where(chosen, raised, scale.float()).to(scale.dtype)
+        scale2 = getattr(weights, f"{name}_scale2")
+        codes, scale, *_ = quantize_weight(w, key, parts=parts, scale=scale, scale2=scale2)
         if is_e8m0(key.scale.dtype) and scale[0].numel() >= 16:
             codes, scale = _extreme(codes, scale, w, key, parts)
         changed |= {name: codes, f"{name}_scale": scale}
@@ -301,7 +301,8 @@ def _with_all_codes(
                 zero_point = zero_point.clamp(max=255).to(torch.uint8)
             changed[f"{name}_zero_point"] = zero_point
         g_idx: Tensor | None = getattr(weights, f"{name}_g_idx")
-        found = quantize_weight(w, key, parts=parts, g_idx=g_idx, scale=scale, zero_point=zero_point)
+        scale2: Tensor | None = getattr(weights, f"{name}_scale2")
+        found = quantize_weight(w, key, parts=parts, g_idx=g_idx, scale=scale, zero_point=zero_point, scale2=scale2)
         changed |= {name: found.values, f"{name}_scale": scale}
     return replace(weights, **changed)
 
@@ -437,23 +438,20 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
         hidden.append(torch.stack((h.min(), h.max())))
     # Here every expert sees the same tokens. In a model they see different tokens, so the scales must differ.
     spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
-    w13_scale, w13_zero_point = _static_scale(torch.stack(entering) * spread[:, None].double(), key)
-    w2_scale, w2_zero_point = _static_scale(torch.stack(hidden), key)
-    return replace(
-        weights,
-        w13_input_scale=w13_scale,
-        w2_input_scale=w2_scale,
-        w13_input_zero_point=w13_zero_point,
-        w2_input_zero_point=w2_zero_point,
-    )
+    static: dict[str, Any] = {}
+    for name, ranges in (("w13", torch.stack(entering) * spread[:, None].double()), ("w2", torch.stack(hidden))):
+        static |= {f"{name}_input_{role}": tensor for role, tensor in _static_scales(ranges, key).items()}
+    return replace(weights, **static)
 
 
-def _static_scale(ranges: Tensor, key: QuantKey) -> tuple[Tensor, Tensor | None]:
-    """Scales ``[E]`` and zero points ``[E]`` from the smallest and largest values ``[E, 2]``."""
+def _static_scales(ranges: Tensor, key: QuantKey) -> dict[str, Tensor | None]:
+    """Static scales ``[E]`` and zero points ``[E]`` from the smallest and largest values ``[E, 2]``."""
     # Slightly narrower than the observed range, so that a few values saturate.
     low, high = (0.9 * ranges).unbind(1)
     if not key.symmetric:
         # Make the range asymmetric for any sample, so that zero points matter.
         low = 0.75 * low
+    if not key.scale.static:
+        return {"scale2": second_scale(torch.maximum(low.abs(), high.abs()).float(), key)}
     scale, zero_point = scale_of_range(low, high, key)
-    return scale.float(), zero_point
+    return {"scale": scale.float(), "zero_point": zero_point}

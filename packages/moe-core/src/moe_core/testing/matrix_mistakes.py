@@ -363,12 +363,15 @@ def _filled_in_order(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
     yield {"g_idx": (place // key.group_size).clamp(max=scale.shape[2] - 1).to(g_idx.dtype)}
 
 
-def _one_for_both(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
-    scale = matrix.part("scale")
-    if matrix.parts == 2 and scale is not None:
-        halves = scale.reshape(len(scale), 2, -1, *scale.shape[2:])
-        for one in (halves.amax(dim=1, keepdim=True), halves[:, :1], halves[:, 1:]):
-            yield {"scale": one.expand_as(halves).flatten(1, 2).contiguous()}
+def _one_for_both(suffix: str) -> Change:
+    def change(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
+        scale = matrix.part(suffix)
+        if matrix.parts == 2 and scale is not None:
+            halves = scale.reshape(len(scale), 2, -1, *scale.shape[2:])
+            for one in (halves.amax(dim=1, keepdim=True), halves[:, :1], halves[:, 1:]):
+                yield {suffix: one.expand_as(halves).flatten(1, 2).contiguous()}
+
+    return change
 
 
 def _bias_times_scale(matrix: Matrix) -> Iterator[dict[str, Tensor]]:
@@ -429,7 +432,12 @@ MATRIX_MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake("the biases of gate and up are taken to be in turns", _part_in_order("bias", _into_turns, _out_of_turns)),
     Mistake("the scales of gate and up are taken to be in turns", _part_in_order("scale", _into_turns, _out_of_turns)),
-    Mistake("gate and up have one scale for both", _with(_one_for_both, ("w13",))),
+    Mistake("gate and up have one scale for both", _with(_one_for_both("scale"), ("w13",))),
+    Mistake("gate and up have one second scale for both", _with(_one_for_both("scale2"), ("w13",))),
+    *_each("the second scales of {} are left out", _filled("scale2", 1.0)),
+    *_each("the second scales of {} are divided by and not multiplied by", _mapped("scale2", lambda s: 1 / s)),
+    *_each("the second scales of {} are those of the first expert", _mapped("scale2", lambda s: s[:1].expand_as(s))),
+    *_each("the second input scales of {} are left out", _filled("input_scale2", 1.0)),
     Mistake("blocks of rows are counted over gate and up as one matrix", _blocks_of_one_matrix),
     Mistake("the groups of the weights are half as large", _smaller_groups),
     *_each("the groups of {} are twice as large", _group_of_group(lambda group, count: group // 2)),

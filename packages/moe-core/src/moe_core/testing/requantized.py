@@ -13,9 +13,7 @@ from moe_core.interface.effective import effective_input, effective_weights
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.reference.fused_moe import Steps
 from moe_core.reference.quantization import scale_values
-from moe_core.spec.numerics import FP4_E2M1
 from moe_core.spec.quant_key import QuantKey
-from moe_core.spec.roles import storage_dtypes
 from moe_core.spec.weights import MoEWeights
 from moe_core.testing.cases import Case
 from moe_core.testing.harness import Place, Problem, make_instance
@@ -97,7 +95,4 @@ def check_requantized(new: MoEWeights, old: MoEWeights, case: Case) -> None:
 
 def _places(key: QuantKey) -> tuple[float, float]:
     """The spacing at 1 of a key's float elements, and their smallest positive value."""
-    if key.dtype is FP4_E2M1:
-        return 0.5, 0.5
-    bits = torch.finfo(storage_dtypes(key)[0])
-    return bits.eps, bits.smallest_normal * bits.eps
+    return 2.0**-key.dtype.mantissa_bits, key.dtype.magnitudes[1]
