@@ -1,4 +1,4 @@
-"""A rank's part of a layer: values, the sum over ranks, what cannot be cut; from tensors and from a checkpoint."""
+"""A rank's part of a layer: values, the sum over ranks, what cannot be plan; from tensors and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_core import (
     registry,
     shard_layer,
 )
-from moe_core.parallel.shard_plan import column_cuts
+from moe_core.parallel.shard_plan import shard_plans
 from moe_core.testing.data import make_weights
 from moe_core_layers import Kind, all_kinds
 from torch import Tensor
@@ -97,7 +97,7 @@ def outputs(scheme: str, parts: list[tuple[FusedMoEConfig, MoEWeights, Tensor | 
     ]
 
 
-# with 16-bit activations, or groups that no rank cuts, ranks compute with the same numbers
+# with 16-bit activations, or groups that no rank plans, ranks compute with the same numbers
 EXACT = [
     ("fp8", "kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
     ("fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
@@ -154,9 +154,9 @@ def test_experts_are_consecutive_or_those_that_are_named() -> None:
 def test_a_cut_of_another_layer_is_refused(size: int, key: bool, ranks: int) -> None:
     kind = next(kind for kind in all_kinds() if kind.weight_key is not None and kind.activation_key is not None)
     weights = make_weights(config(), kind.weight_key, kind.activation_key, seed=0)
-    (cut, *_) = column_cuts(size, kind.weight_key if key else None, kind.activation_key if key else None, ranks)
+    (plan, *_) = shard_plans(size, kind.weight_key if key else None, kind.activation_key if key else None, ranks)
     with pytest.raises(ConfigError, match=rf"{ranks} ranks.*tp_size"):
-        shard_layer(config(), weights, FusedMoEParallelConfig(tp_size=2), cut=cut)
+        shard_layer(config(), weights, FusedMoEParallelConfig(tp_size=2), plan=plan)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

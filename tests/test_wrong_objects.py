@@ -93,7 +93,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any
         return set_value
 
     yield "shard_layer", mc.shard_layer, {
-        "config": CONFIG, "weights": weights, "parallel": parallel, **none(("experts", "cut"))
+        "config": CONFIG, "weights": weights, "parallel": parallel, **none(("experts", "plan"))
     }  # fmt: skip
     optional = ("layer", "experts", "parallel", "groups", "placement", "quantize", "max_num_tokens", "stack", "routing",
                 "activation", "activation_params")  # fmt: skip

@@ -67,6 +67,6 @@ def test_a_rank_whose_zero_points_fill_one_word(tmp_path: Path, bits: int) -> No
     source, parallel = read_layer(checkpoint), FusedMoEParallelConfig(tp_size=3, tp_rank=2)
     part = read_layer(checkpoint, parallel=parallel)
     assert part.config.intermediate_size == 16 // bits
-    wanted = dict(shard_layer(source.config, source.weights(), parallel, cut=part.cut).weights.tensors())
+    wanted = dict(shard_layer(source.config, source.weights(), parallel, plan=part.plan).weights.tensors())
     for name, found in part.weights().tensors():
         assert torch.equal(found, wanted[name]), name

@@ -60,7 +60,7 @@ def test_ranks_have_their_rows_of_words_that_hold_gate_and_up(
         for rank in range(tp_size):
             parallel = FusedMoEParallelConfig(tp_size=tp_size, tp_rank=rank)
             part = read_layer(checkpoint, parallel=parallel)
-            wanted = dict(shard_layer(source.config, whole, parallel, cut=part.cut).weights.tensors())
+            wanted = dict(shard_layer(source.config, whole, parallel, plan=part.plan).weights.tensors())
             found = dict(part.weights().tensors())
             assert found.keys() == wanted.keys()
             for tensor, values in wanted.items():

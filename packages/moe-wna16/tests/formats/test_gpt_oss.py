@@ -111,7 +111,7 @@ def test_ranks_read_their_rows(tmp_path: Path, writer: Any, inter: int) -> None:
         for rank in range(tp_size):
             parallel = FusedMoEParallelConfig(tp_size=tp_size, tp_rank=rank)
             part = read_layer(checkpoint, parallel=parallel)
-            wanted = dict(shard_layer(whole.config, weights, parallel, cut=part.cut).weights.tensors())
+            wanted = dict(shard_layer(whole.config, weights, parallel, plan=part.plan).weights.tensors())
             found = dict(part.weights().tensors())
             assert found.keys() == wanted.keys()
             for name, values in wanted.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.parallel.shard_plan import cut_columns
+from moe_core.parallel.shard_plan import slice_columns
 
 
 def check_columns(folder: Path) -> int:
@@ -40,7 +40,7 @@ def check_columns(folder: Path) -> int:
         for begin in ends:
             for end in ends[ends.index(begin) + 1 :]:
                 found = source.layout.load_columns(config, begin, end, experts=source.experts)
-                expected = cut_columns(config, whole, begin, end, with_bias=True)
+                expected = slice_columns(config, whole, begin, end, with_bias=True)
                 names = {name for name, _ in found.tensors()} ^ {name for name, _ in expected.tensors()}
                 if names:
                     raise AssertionError(f"columns {begin} to {end}: {sorted(names)} are there once only")

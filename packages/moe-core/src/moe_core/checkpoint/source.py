@@ -22,7 +22,7 @@ from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoE
 from moe_core.interface.checkpoint_format import CheckpointFormat, ExpertLayout
 from moe_core.kernels.ops.online import OnlineQuantization
 from moe_core.parallel.shard import local_expert_range
-from moe_core.parallel.shard_plan import ColumnCut, column_cuts, cut_columns, plain_cut, refine
+from moe_core.parallel.shard_plan import ShardPlan, default_plan, refine, shard_plans, slice_columns
 from moe_core.plugins.faults import Raised, attempt
 from moe_core.selection.registry import KNOWN_SCHEMES, Registry
 from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
@@ -57,8 +57,8 @@ class LayerSource:
         format: The checkpoint format that reads the layer.
         layout: The format's description of the layer's tensors.
         whole: The configuration before tensor-parallel sharding.
-        cut: How the intermediate columns are split over tensor-parallel ranks.
-        cuts: All possible splits, see :meth:`with_cut`.
+        plan: How the intermediate columns are split over tensor-parallel ranks.
+        plans: All possible splits, see :meth:`with_plan`.
         experts: Global ids of the experts to load.
         router_weight: [E, K], or None if the checkpoint has none.
         router_bias: [E] float32, or None if the checkpoint has none.
@@ -76,8 +76,8 @@ class LayerSource:
     format: CheckpointFormat
     layout: ExpertLayout
     whole: FusedMoEConfig
-    cut: ColumnCut
-    cuts: tuple[ColumnCut, ...]
+    plan: ShardPlan
+    plans: tuple[ShardPlan, ...]
     experts: tuple[int, ...]
     router_weight: Tensor | None
     router_bias: Tensor | None
@@ -90,22 +90,22 @@ class LayerSource:
         """The tensors of the layer's experts."""
         return self.layout.layer
 
-    def with_cut(self, cut: ColumnCut) -> LayerSource:
+    def with_plan(self, plan: ShardPlan) -> LayerSource:
         """Return the same layer with another split of its columns over tensor-parallel ranks.
 
         Args:
-            cut: The split, one of ``cuts``.
+            plan: The split, one of ``plans``.
 
         Returns:
-            The layer with the intermediate size and the quantization keys of ``cut``.
+            The layer with the intermediate size and the quantization keys of ``plan``.
         """
-        begin, end = cut.ranges[self.config.parallel.tp_rank]
+        begin, end = plan.ranges[self.config.parallel.tp_rank]
         return replace(
             self,
-            cut=cut,
+            plan=plan,
             config=replace(self.config, intermediate_size=end - begin),
-            weight_key=cut.weight_key,
-            activation_key=cut.activation_key,
+            weight_key=plan.weight_key,
+            activation_key=plan.activation_key,
         )
 
     def check_fits(self) -> None:
@@ -133,7 +133,7 @@ class LayerSource:
             RegistryError: The format belongs to another package and raised an unexpected error.
         """
         rank, size = self.config.parallel.tp_rank, self.whole.intermediate_size
-        begin, end = self.cut.ranges[rank]
+        begin, end = self.plan.ranges[rank]
         first, last = self._read_columns(begin, end)
         load = functools.partial(self.layout.load, self.whole, experts=self.experts, device=device)
         if (first, last) != (0, size):
@@ -150,11 +150,11 @@ class LayerSource:
                 f"{error.message} (columns {first} to {last} of the intermediate size were read)"
             ) from error
         static: dict[str, Any] = {}
-        if self.cut.activation_key is None or not self.cut.activation_key.is_static:
+        if self.plan.activation_key is None or not self.plan.activation_key.is_static:
             static = dict.fromkeys(_STATIC)
         here = replace(self.whole, intermediate_size=last - first)
-        weights = refine(here, weights, self.cut.weight_key)
-        weights = cut_columns(here, weights, begin - first, end - first, with_bias=rank == 0)
+        weights = refine(here, weights, self.plan.weight_key)
+        weights = slice_columns(here, weights, begin - first, end - first, with_bias=rank == 0)
         return replace(weights, activation_key=self.activation_key, **static)
 
     def _read_columns(self, begin: int, end: int) -> tuple[int, int]:
@@ -220,14 +220,14 @@ def read_layer(
     if isinstance(layout, QuantizedLayout):
         # The layout must know the activations in use: only static ones need stored scales.
         layout = replace(layout, activation_key=activations)
-    cuts = column_cuts(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
+    plans = shard_plans(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
     found = LayerSource(
         index=tensors.index,
         prefix=tensors.prefix,
         config=replace(model.config, parallel=parallel),
         whole=model.config,
-        cut=cuts[0],
-        cuts=cuts,
+        plan=plans[0],
+        plans=plans,
         weight_key=weight_key,
         activation_key=activations,
         scheme=scheme,
@@ -240,7 +240,7 @@ def read_layer(
         routing_reason=model.routing_reason,
         assumed=model.assumed,
     )
-    return found.with_cut(plain_cut(cuts))
+    return found.with_plan(default_plan(plans))
 
 
 def _of_format(adapter: CheckpointFormat, call: Callable[[], T]) -> T:

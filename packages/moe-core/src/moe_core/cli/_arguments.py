@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from moe_core.checkpoint import Checkpoint, LayerSource
     from moe_core.layer.request import LayerRequest
-    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.parallel.shard_plan import ShardPlan
     from moe_core.selection.oracle import Oracle
     from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
     from moe_core.spec.quant_key import QuantKey
@@ -50,19 +50,19 @@ def parallel_of(args: argparse.Namespace, world_size: int = 1, rank: int = 0) ->
     return parallel
 
 
-def cuts_of(
+def plans_of(
     config: FusedMoEConfig, keys: tuple[QuantKey | None, QuantKey | None], parallel: FusedMoEParallelConfig
-) -> tuple[FusedMoEConfig, tuple[ColumnCut, ...]]:
+) -> tuple[FusedMoEConfig, tuple[ShardPlan, ...]]:
     """Return a rank's config of a synthetic layer and the possible column splits.
 
     The config still has all columns.
     """
     from moe_core.parallel.shard import local_expert_range
-    from moe_core.parallel.shard_plan import column_cuts
+    from moe_core.parallel.shard_plan import shard_plans
 
     local = len(local_expert_range(config.num_experts, parallel))
-    cuts = column_cuts(config.intermediate_size, *keys, parallel.tp_size)
-    return replace(config, parallel=parallel, num_local_experts=local), cuts
+    plans = shard_plans(config.intermediate_size, *keys, parallel.tp_size)
+    return replace(config, parallel=parallel, num_local_experts=local), plans
 
 
 def layer_request_of(

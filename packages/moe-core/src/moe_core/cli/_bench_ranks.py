@@ -37,18 +37,18 @@ def measure_ranks(
     from moe_core.selection.registry import registry
 
     oracle, device, parallel = registry().oracle(layer.scheme), ranks.device, ranks.parallel
-    rank_config, cuts = _arguments.cuts_of(layer.config, (layer.weight_key, layer.activation_key), parallel)
+    rank_config, plans = _arguments.plans_of(layer.config, (layer.weight_key, layer.activation_key), parallel)
 
     def candidate(name: str, tokens: int) -> PrepareFinalizeCandidate:
         """Return the candidate of that name, with its cost for ``tokens`` per rank."""
         asked = argparse.Namespace(**{**vars(args), "all2all": name})
-        return ranks.choose(asked, layer.scheme, rank_config, cuts, tokens)[1]
+        return ranks.choose(asked, layer.scheme, rank_config, plans, tokens)[1]
 
     with progress("loading the weights"):
         weights = layer.weights()
-    found, chosen, cut = ranks.choose(args, layer.scheme, rank_config, cuts, max(counts))
+    found, chosen, plan = ranks.choose(args, layer.scheme, rank_config, plans, max(counts))
     names = (chosen.name,) if args.all2all is not None else tuple(c.name for c in found.candidates if c.fits)
-    shard = shard_layer(layer.config, weights, parallel, cut=cut)
+    shard = shard_layer(layer.config, weights, parallel, plan=plan)
     all_groups = ranks.groups(chosen)
     del weights
     for name in names:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_core.parallel.shard import local_expert_range, map_of
-from moe_core.parallel.shard_plan import ColumnCut, cut_columns, refine
+from moe_core.parallel.shard_plan import ShardPlan, refine, slice_columns
 from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def rank_parts(
     weights: MoEWeights,
     experts: Sequence[int],
     parallel: FusedMoEParallelConfig,
-    cut: ColumnCut,
+    plan: ShardPlan,
 ) -> Iterator[tuple[FusedMoEConfig, MoEWeights, Tensor]]:
     """Yield (config, canonical weights, expert map) of each rank that holds some of the experts.
 
@@ -35,7 +35,7 @@ def rank_parts(
         weights: Canonical weights of these experts with all columns.
         experts: Global ids in ascending order.
         parallel: Configuration of any of the ranks. Each rank holds consecutive experts.
-        cut: How ranks split the columns.
+        plan: How ranks split the columns.
     """
     places = {expert: place for place, expert in enumerate(experts)}
     for ep_rank in range(parallel.ep_size):
@@ -46,11 +46,11 @@ def rank_parts(
         index = torch.tensor([places[expert] for expert in held])
         chosen: dict[str, Any] = {name: tensor[index] for name, tensor in weights.tensors()}
         part = replace(config, num_local_experts=len(held))
-        whole = refine(part, replace(weights, **chosen), cut.weight_key)
-        for tp_rank, (begin, end) in enumerate(cut.ranges):
-            columns = cut_columns(part, whole, begin, end, with_bias=tp_rank == 0)
+        whole = refine(part, replace(weights, **chosen), plan.weight_key)
+        for tp_rank, (begin, end) in enumerate(plan.ranges):
+            columns = slice_columns(part, whole, begin, end, with_bias=tp_rank == 0)
             yield (
                 replace(part, intermediate_size=end - begin),
-                replace(columns, activation_key=cut.activation_key),
+                replace(columns, activation_key=plan.activation_key),
                 map_of(held, config.num_experts, "cpu"),
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from moe_core.cli._prepare_finalize import PrepareFinalizeCandidate, PrepareFinalizeSelection
     from moe_core.parallel.distributed import ParallelGroups
-    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.parallel.shard_plan import ShardPlan
     from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
 
 
@@ -52,8 +52,8 @@ class Ranks:
         return {"tp_size": parallel.tp_size, "ep_size": parallel.ep_size, "dp_size": parallel.dp_size}
 
     def choose(
-        self, args: argparse.Namespace, scheme: str, config: FusedMoEConfig, cuts: Sequence[ColumnCut], tokens: int
-    ) -> tuple[PrepareFinalizeSelection, PrepareFinalizeCandidate, ColumnCut]:
+        self, args: argparse.Namespace, scheme: str, config: FusedMoEConfig, plans: Sequence[ShardPlan], tokens: int
+    ) -> tuple[PrepareFinalizeSelection, PrepareFinalizeCandidate, ShardPlan]:
         """Choose a prepare/finalize class for at most ``tokens`` per rank, the same on all ranks.
 
         Returns:
@@ -62,9 +62,9 @@ class Ranks:
         Raises:
             NoBackendError: No class fits; the message has the reasons.
         """
-        found, cut = select_over_ranks(args, scheme, config, cuts, tokens, self.device)
+        found, plan = select_over_ranks(args, scheme, config, plans, tokens, self.device)
         if found.chosen is not None:
-            return found, found.chosen, cut
+            return found, found.chosen, plan
         asked = [one for one in found.candidates if found.requested in ("auto", one.name)]
         why = "; ".join(f"{one.name}: {'; '.join(one.reasons or _closest(one))}" for one in asked)
         raise NoBackendError(f"no prepare/finalize fits {self.size} ranks: {why}", asked[0].report)

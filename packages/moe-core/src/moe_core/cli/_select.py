@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
-    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.parallel.shard_plan import ShardPlan
     from moe_core.selection.memory import LayerMemory
     from moe_core.selection.report import SelectionReport
     from moe_core.spec.config import FusedMoEConfig
@@ -62,17 +62,17 @@ def select_over_ranks(
     args: argparse.Namespace,
     scheme: str,
     config: FusedMoEConfig,
-    cuts: Sequence[ColumnCut],
+    plans: Sequence[ShardPlan],
     tokens: int,
     device: torch.device | str | None,
-) -> tuple[PrepareFinalizeSelection, ColumnCut]:
+) -> tuple[PrepareFinalizeSelection, ShardPlan]:
     """Select prepare/finalize and the column split for a layer over several ranks.
 
     Args:
         args: Parsed arguments.
         scheme: Name of the scheme.
         config: Config of a rank, apart from its columns.
-        cuts: Possible column splits.
+        plans: Possible column splits.
         tokens: Tokens per rank.
         device: Device of the rank; None for this machine's.
 
@@ -84,8 +84,8 @@ def select_over_ranks(
     """
     from moe_core.cli._prepare_finalize import select_prepare_finalize
     from moe_core.parallel.distributed.cost import Machine
-    from moe_core.parallel.shard_plan import plain_cut
-    from moe_core.selection.column_choice import select_cut
+    from moe_core.parallel.shard_plan import default_plan
+    from moe_core.selection.column_choice import select_plan
     from moe_core.selection.registry import registry
 
     if getattr(args, "activation_format", "standard") == "batched":
@@ -97,15 +97,15 @@ def select_over_ranks(
     try:
         # Token movement does not affect the column split.
         alone = replace(config, parallel=replace(config.parallel, dp_size=1, dp_rank=0))
-        cut, _ = select_cut(oracle, alone, cuts, moe_backend=backend, device=device)
+        plan, _ = select_plan(oracle, alone, plans, moe_backend=backend, device=device)
     except SelectionError:
-        cut = plain_cut(tuple(cuts))
-    begin, end = cut.ranges[config.parallel.tp_rank]
+        plan = default_plan(tuple(plans))
+    begin, end = plan.ranges[config.parallel.tp_rank]
     found = select_prepare_finalize(
         oracle,
         replace(config, intermediate_size=end - begin),
-        weight_key=cut.weight_key,
-        activation_key=cut.activation_key,
+        weight_key=plan.weight_key,
+        activation_key=plan.activation_key,
         tokens=tokens,
         all2all="auto" if args.all2all is None else args.all2all,
         moe_backend=backend,
@@ -113,4 +113,4 @@ def select_over_ranks(
         tuning=getattr(args, "tuning", None),
         machine=None if args.machine is None else Machine.load(args.machine),
     )
-    return found, cut
+    return found, plan

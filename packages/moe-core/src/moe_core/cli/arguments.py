@@ -127,7 +127,7 @@ def add_ranks(parser: argparse.ArgumentParser, title: str) -> None:
         title: Title of the group in the help.
     """
     group = parser.add_argument_group(title)
-    group.add_argument("--tp", type=whole, metavar="N", help="tensor-parallel ranks: columns are cut (default: 1)")
+    group.add_argument("--tp", type=whole, metavar="N", help="tensor-parallel ranks: columns are split (default: 1)")
     group.add_argument("--ep", type=whole, metavar="N", help="expert-parallel ranks: experts are spread")
     group.add_argument(
         "--dp", type=whole, metavar="N", help="different batches of tokens: 1, --ep, or all ranks (default: --ep)"

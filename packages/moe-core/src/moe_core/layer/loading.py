@@ -13,7 +13,7 @@ from moe_core._support.autocast import without_autocast
 from moe_core.layer.layer import FusedMoELayer
 from moe_core.layer.request import LayerRequest, describe, opened
 from moe_core.parallel.shard import map_of
-from moe_core.selection.column_choice import select_cut
+from moe_core.selection.column_choice import select_plan
 from moe_core.selection.oracle import Oracle
 from moe_core.selection.registry import registry
 from moe_core.selection.report import Selection
@@ -177,8 +177,8 @@ def choose(source: LayerSource, request: LayerRequest) -> ChosenLayer:
     config = replace(source.config, max_num_tokens=request.max_num_tokens)
     if whole_number("max_loras", request.max_loras, 0):
         config = replace(config, is_lora_enabled=True, max_loras=request.max_loras, max_lora_rank=request.max_lora_rank)
-    cut, selection = select_cut(oracle, config, source.cuts, moe_backend=request.backend, device=device)
-    return ChosenLayer(source.with_cut(cut), selection, oracle, request, device)
+    plan, selection = select_plan(oracle, config, source.plans, moe_backend=request.backend, device=device)
+    return ChosenLayer(source.with_plan(plan), selection, oracle, request, device)
 
 
 def read(chosen: ChosenLayer) -> MoEWeights:

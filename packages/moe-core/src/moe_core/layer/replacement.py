@@ -109,14 +109,14 @@ def find_replacement(
         request = replace(request, online=recipe, activation_key=recipe.activation_key)
     source = describe(there, request)
     rank, size = config.parallel.tp_rank, config.intermediate_size
-    for cut in source.cuts:
-        begin, end = cut.ranges[rank]
-        keys = (cut.weight_key, cut.activation_key)
+    for plan in source.plans:
+        begin, end = plan.ranges[rank]
+        keys = (plan.weight_key, plan.activation_key)
         wanted = (selection.weight_key, selection.activation_key)
         if recipe is not None:
             wanted = (recipe.weight_key, recipe.activation_key)
         if end - begin == size and keys == wanted:
-            source = source.with_cut(cut)
+            source = source.with_plan(plan)
             break
     for name in _SAME_LAYER:
         old, new = getattr(config, name), getattr(source.config, name)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_core.errors import ConfigError, check_instance
-from moe_core.parallel.shard_plan import ColumnCut, column_cuts, cut_columns, plain_cut, refine, share
+from moe_core.parallel.shard_plan import ShardPlan, default_plan, refine, shard_plans, share, slice_columns
 from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_core.spec.device import as_torch_device
 from moe_core.spec.weights import MoEWeights
@@ -45,7 +45,7 @@ def shard_layer(
     parallel: FusedMoEParallelConfig,
     *,
     experts: Sequence[int] | None = None,
-    cut: ColumnCut | None = None,
+    plan: ShardPlan | None = None,
 ) -> LayerShard:
     """Extract the shard of a whole layer that one rank holds.
 
@@ -59,7 +59,7 @@ def shard_layer(
         parallel: The rank.
         experts: Global ids of this rank's experts. Default: consecutive ones. For a placement:
             ``placement.ranks[ep_rank]``.
-        cut: How tensor-parallel ranks split the columns: one of :func:`moe_core.parallel.shard_plan.column_cuts` of
+        plan: How tensor-parallel ranks split the columns: one of :func:`moe_core.parallel.shard_plan.shard_plans` of
             this layer, the same on all ranks. Default: whole scale groups if there are enough for all ranks, otherwise
             the coarsest groups.
 
@@ -67,14 +67,14 @@ def shard_layer(
         The shard.
 
     Raises:
-        ConfigError: The layer is already a shard, ``cut`` is for another layer, no split exists for this number of
+        ConfigError: The layer is already a shard, ``plan`` is for another layer, no split exists for this number of
             ranks, or there are fewer experts than ranks.
         TensorError: The weights do not fit ``config``.
     """
     check_instance("config", config, FusedMoEConfig)
     check_instance("weights", weights, MoEWeights)
     check_instance("parallel", parallel, FusedMoEParallelConfig)
-    check_instance("cut", cut, ColumnCut, type(None))
+    check_instance("plan", plan, ShardPlan, type(None))
     weights.validate(config)
     if config.local_experts != config.num_experts:
         raise ConfigError(f"the layer has {config.local_experts} of {config.num_experts} experts, expected a whole one")
@@ -94,19 +94,19 @@ def shard_layer(
         held: dict[str, Any] = {name: tensor[index] for name, tensor in weights.tensors()}
         weights = replace(weights, **held)
         part = replace(config, num_local_experts=len(chosen))
-    cuts = column_cuts(config.intermediate_size, weights.weight_key, weights.activation_key, parallel.tp_size)
-    cut = cut or plain_cut(cuts)
-    if cut not in cuts:
+    plans = shard_plans(config.intermediate_size, weights.weight_key, weights.activation_key, parallel.tp_size)
+    plan = plan or default_plan(plans)
+    if plan not in plans:
         raise ConfigError(
-            f"cut is {cut}, of {len(cut.ranges)} ranks, expected one of this layer's for tp_size {parallel.tp_size}: "
-            f"{'; '.join(map(str, cuts))}"
+            f"plan is {plan}, of {len(plan.ranges)} ranks, expected one of this layer for tp_size {parallel.tp_size}: "
+            f"{'; '.join(map(str, plans))}"
         )
-    begin, end = cut.ranges[parallel.tp_rank]
-    weights = refine(part, weights, cut.weight_key)
-    weights = cut_columns(part, weights, begin, end, with_bias=parallel.tp_rank == 0)
+    begin, end = plan.ranges[parallel.tp_rank]
+    weights = refine(part, weights, plan.weight_key)
+    weights = slice_columns(part, weights, begin, end, with_bias=parallel.tp_rank == 0)
     return LayerShard(
         config=replace(part, intermediate_size=end - begin, parallel=parallel),
-        weights=replace(weights, activation_key=cut.activation_key),
+        weights=replace(weights, activation_key=plan.activation_key),
         experts=chosen,
         expert_map=None if whole else map_of(chosen, config.num_experts, weights.w13.device),
     )

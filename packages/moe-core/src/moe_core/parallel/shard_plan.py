@@ -8,7 +8,7 @@ values of the weights:
   support such groups, and activations are quantized in groups as fine.
 - *Whole groups*: some ranks get one group more than others, and all ranks wait for these.
 
-:func:`column_cuts` lists the splits that a layer allows, most balanced first. The claims of the backends decide between
+:func:`shard_plans` lists the splits that a layer allows, most balanced first. The claims of the backends decide between
 them.
 """
 
@@ -34,7 +34,7 @@ UNEVEN = 64
 
 
 @dataclass(frozen=True)
-class ColumnCut:
+class ShardPlan:
     """A split of the columns among tensor-parallel ranks, and the resulting keys.
 
     Attributes:
@@ -61,9 +61,9 @@ class ColumnCut:
         return f"{shares}, scales repeated for groups of {self.weight_key.group_shape}"
 
 
-def column_cuts(
+def shard_plans(
     size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
-) -> tuple[ColumnCut, ...]:
+) -> tuple[ShardPlan, ...]:
     """List the ways to split the columns among ranks, most balanced first.
 
     They are sorted by the largest shard, then by how coarse the groups stay. If equal shards split no group, they are
@@ -88,33 +88,33 @@ def column_cuts(
     return found
 
 
-def plain_cut(cuts: tuple[ColumnCut, ...]) -> ColumnCut:
+def default_plan(plans: tuple[ShardPlan, ...]) -> ShardPlan:
     """Return the split closest to the layer's own keys.
 
     This is whole groups if possible, otherwise the coarsest; ties go to the most balanced. Most backends support it,
     since a backend that supports finer groups also supports coarser ones, down to some size.
 
     Args:
-        cuts: Splits, from :func:`column_cuts`.
+        plans: Splits, from :func:`shard_plans`.
 
     Returns:
         One of them.
     """
-    return by_coarseness(cuts)[0]
+    return by_coarseness(plans)[0]
 
 
-def by_coarseness(cuts: Sequence[ColumnCut]) -> tuple[ColumnCut, ...]:
+def by_coarseness(plans: Sequence[ShardPlan]) -> tuple[ShardPlan, ...]:
     """Sort splits: those with the layer's own keys first, then those with ever finer groups.
 
     Ties go to the most balanced.
 
     Args:
-        cuts: Splits, from :func:`column_cuts`.
+        plans: Splits, from :func:`shard_plans`.
 
     Returns:
         The sorted splits.
     """
-    return tuple(sorted(cuts, key=lambda cut: (cut.refined, *(-extent for extent in _group_extents(cut)))))
+    return tuple(sorted(plans, key=lambda plan: (plan.refined, *(-extent for extent in _group_extents(plan)))))
 
 
 def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | None) -> MoEWeights:
@@ -144,7 +144,7 @@ def refine(config: FusedMoEConfig, weights: MoEWeights, weight_key: QuantKey | N
     return replace(weights, weight_key=weight_key, **changed)
 
 
-def cut_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: int, *, with_bias: bool) -> MoEWeights:
+def slice_columns(config: FusedMoEConfig, weights: MoEWeights, begin: int, end: int, *, with_bias: bool) -> MoEWeights:
     """Slice a range of the intermediate columns out of a layer's weights.
 
     Args:
@@ -196,13 +196,13 @@ def share(count: int, size: int, rank: int) -> tuple[int, int]:
 
 def _ways(
     size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int
-) -> tuple[ColumnCut, ...]:
-    """Like :func:`column_cuts`, but empty if there is no split."""
+) -> tuple[ShardPlan, ...]:
+    """Like :func:`shard_plans`, but empty if there is no split."""
     if tp_size == 1:
-        return (ColumnCut(((0, size),), weight_key, activation_key),)
+        return (ShardPlan(((0, size),), weight_key, activation_key),)
     each, left = divmod(size, tp_size)
     if not left and each % _unit(weight_key, activation_key) == 0:
-        return (ColumnCut(_shares(tp_size, tp_size, each, size), weight_key, activation_key),)
+        return (ShardPlan(_shares(tp_size, tp_size, each, size), weight_key, activation_key),)
     # (groups must divide this, None: keep them; shards are multiples of this, None: equal shards).
     ways: list[tuple[int | None, int | None]] = [(UNEVEN, UNEVEN), (None, UNEVEN)]
     ways += [] if left else [(each, None)]
@@ -218,8 +218,8 @@ def _ways(
             ranges = _shares(-(-size // unit), tp_size, unit, size)
         else:
             continue
-        found.append(ColumnCut(ranges, *keys, refined=keys != (weight_key, activation_key)))
-    return tuple(dict.fromkeys(sorted(found, key=lambda cut: (cut.sizes[0], cut.refined))))
+        found.append(ShardPlan(ranges, *keys, refined=keys != (weight_key, activation_key)))
+    return tuple(dict.fromkeys(sorted(found, key=lambda plan: (plan.sizes[0], plan.refined))))
 
 
 def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | None, tp_size: int) -> str:
@@ -242,9 +242,9 @@ def _no_way(size: int, weight_key: QuantKey | None, activation_key: QuantKey | N
     )
 
 
-def _group_extents(cut: ColumnCut) -> tuple[int, ...]:
+def _group_extents(plan: ShardPlan) -> tuple[int, ...]:
     """Rows and columns of a weight group, columns of an activation group."""
-    weight, activation = cut.weight_key, cut.activation_key
+    weight, activation = plan.weight_key, plan.activation_key
     shape = () if weight is None else (weight.group_shape.row, weight.group_shape.col)
     return shape if activation is None else (*shape, activation.group_shape.col)
 

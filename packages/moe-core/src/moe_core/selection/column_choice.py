@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from moe_core.errors import ConfigError
-from moe_core.parallel.shard_plan import ColumnCut, by_coarseness
+from moe_core.parallel.shard_plan import ShardPlan, by_coarseness
 from moe_core.selection.oracle import Oracle, as_device_info
 from moe_core.selection.report import Selection, SelectionError
 from moe_core.spec.config import FusedMoEConfig
@@ -17,15 +17,15 @@ from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import Environment
 
 
-def select_cut(
+def select_plan(
     oracle: Oracle,
     config: FusedMoEConfig,
-    cuts: Sequence[ColumnCut],
+    plans: Sequence[ShardPlan],
     *,
     moe_backend: str = "auto",
     device: DeviceInfo | str | torch.device | None = None,
     environment: Environment | None = None,
-) -> tuple[ColumnCut, Selection]:
+) -> tuple[ShardPlan, Selection]:
     """Choose the first column split whose keys a kernel runs on every rank.
 
     All ranks arrive at the same choice on devices of the same kind. Without a fitting kernel (on a CPU, torch counts as
@@ -35,7 +35,7 @@ def select_cut(
     Args:
         oracle: Oracle of the scheme.
         config: Config of this rank's shard.
-        cuts: Splits, from :func:`moe_core.parallel.shard_plan.column_cuts`.
+        plans: Splits, from :func:`moe_core.parallel.shard_plan.shard_plans`.
         moe_backend: Backend name, or "auto".
         device: Device to select for.
         environment: Installed packages. Default: those of this installation.
@@ -49,39 +49,39 @@ def select_cut(
     info = as_device_info(device)
     rank = config.parallel.tp_rank
 
-    def select(cut: ColumnCut, size: int) -> Selection:
+    def select(plan: ShardPlan, size: int) -> Selection:
         return oracle.select(
             replace(config, intermediate_size=size),
-            weight_key=cut.weight_key,
-            activation_key=cut.activation_key,
+            weight_key=plan.weight_key,
+            activation_key=plan.activation_key,
             moe_backend=moe_backend,
             device=info,
             environment=environment,
         )
 
-    def select_all(cut: ColumnCut) -> dict[int, Selection]:
+    def select_all(plan: ShardPlan) -> dict[int, Selection]:
         """Select for the column count of every rank, so that all ranks make the same choice."""
-        return {size: select(cut, size) for size in cut.sizes}
+        return {size: select(plan, size) for size in plan.sizes}
 
-    def of_rank(cut: ColumnCut, found: dict[int, Selection]) -> tuple[ColumnCut, Selection]:
-        begin, end = cut.ranges[rank]
-        return cut, found[end - begin]
+    def of_rank(plan: ShardPlan, found: dict[int, Selection]) -> tuple[ShardPlan, Selection]:
+        begin, end = plan.ranges[rank]
+        return plan, found[end - begin]
 
-    if len(cuts) > 1:
-        for cut in cuts:
+    if len(plans) > 1:
+        for plan in plans:
             try:
-                found = select_all(cut)
+                found = select_all(plan)
             except (SelectionError, ConfigError):  # the scheme may not support such groups at all
                 continue
             if not info.is_gpu or all(_runs_kernel(selection) for selection in found.values()):
-                return of_rank(cut, found)
-    plain, *others = by_coarseness(cuts)
+                return of_rank(plan, found)
+    plain, *others = by_coarseness(plans)
     try:
         return of_rank(plain, select_all(plain))
     except (SelectionError, ConfigError):
-        for cut in others:
+        for plan in others:
             with suppress(SelectionError, ConfigError):
-                return of_rank(cut, select_all(cut))
+                return of_rank(plan, select_all(plan))
         raise
 
 

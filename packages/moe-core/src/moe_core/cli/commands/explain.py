@@ -19,7 +19,7 @@ from moe_core.cli.terminal.console import complain
 
 if TYPE_CHECKING:
     from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
-    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.parallel.shard_plan import ShardPlan
     from moe_core.selection.memory import LayerMemory
     from moe_core.selection.report import SelectionReport
 
@@ -55,14 +55,14 @@ def _explain(args: argparse.Namespace) -> Explained:
     parallel = _arguments.parallel_of(args)
     found: dict[str, Any] = {}
     checkpoint, stored = None, 0
-    cuts: Sequence[ColumnCut] = ()
+    plans: Sequence[ShardPlan] = ()
     over_ranks: PrepareFinalizeSelection | None = None
     if args.path is not None:
         checkpoint, notes = _arguments.opened(args)
         source = _arguments.source_of(args, checkpoint, parallel=parallel)
         source.check_fits()
         stored = source.layer.nbytes
-        scheme, config, cuts = source.scheme, source.config, source.cuts
+        scheme, config, plans = source.scheme, source.config, source.plans
         keys = source.weight_key, source.activation_key
         found = {
             "checkpoint": str(args.path),
@@ -76,12 +76,12 @@ def _explain(args: argparse.Namespace) -> Explained:
         config, weight_key, activation_key = _arguments.request_of(args)
         scheme, keys = args.scheme, (weight_key, activation_key)
         if parallel is not None:
-            config, cuts = _arguments.cuts_of(config, keys, parallel)
+            config, plans = _arguments.plans_of(config, keys, parallel)
     if parallel is None:
         report, memory = select(args, scheme, config, *keys)
     else:
-        over_ranks, cut = select_over_ranks(args, scheme, config, cuts, args.tokens, args.device)
-        found["columns"] = {"ranges": [list(share) for share in cut.ranges], "how": str(cut)}
+        over_ranks, plan = select_over_ranks(args, scheme, config, plans, args.tokens, args.device)
+        found["columns"] = {"ranges": [list(share) for share in plan.ranges], "how": str(plan)}
         report, memory = _chosen(over_ranks)
     # Layers are assumed to be equal; --all-layers reads each.
     count = 1 if checkpoint is None else len(checkpoint.moe_layers)

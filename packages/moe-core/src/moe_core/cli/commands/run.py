@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moe_core.cli._prepare_finalize import PrepareFinalizeSelection
     from moe_core.cli._tensors import LayerInput
     from moe_core.layer.layer import FusedMoELayer
-    from moe_core.parallel.shard_plan import ColumnCut
+    from moe_core.parallel.shard_plan import ShardPlan
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,11 +99,11 @@ def run_layer(args: argparse.Namespace, ranks: Ranks | None = None, *, calls: in
     # Check everything about the tokens before gigabytes of weights are read.
     tokens = _tokens(args, source)
     several: dict[str, Any] = {}
-    over_ranks, cut = None, None
+    over_ranks, plan = None, None
     if ranks is not None:
         most = -(-tokens.hidden_states.shape[0] // ranks.parallel.dp_size)
         part = _arguments.source_of(args, checkpoint, parallel=ranks.parallel)
-        over_ranks, chosen, cut = ranks.choose(args, part.scheme, part.config, part.cuts, most)
+        over_ranks, chosen, plan = ranks.choose(args, part.scheme, part.config, part.plans, most)
         several = {"groups": ranks.groups(chosen), "max_num_tokens": max(most, 1)}
     with progress(f"loading layer {source.index} of {args.path}"):
         start = time.perf_counter()
@@ -121,7 +121,7 @@ def run_layer(args: argparse.Namespace, ranks: Ranks | None = None, *, calls: in
     check = None
     if args.check and is_first:
         with progress("computing the float64 reference"):
-            check = _check(args, source, layer, tokens, output, cut)
+            check = _check(args, source, layer, tokens, output, plan)
     return Outcome(source, layer, tokens, output, loading, running, check, over_ranks)
 
 
@@ -177,11 +177,11 @@ def _check(
     layer: FusedMoELayer,
     tokens: LayerInput,
     output: Tensor,
-    cut: ColumnCut | None,
+    plan: ShardPlan | None,
 ) -> Check:
     """Compare the output with the reference of the experts that have tokens.
 
-    ``cut`` is the column split between ranks, or None for a single rank.
+    ``plan`` is the column split between ranks, or None for a single rank.
     """
     import torch
 
@@ -197,10 +197,10 @@ def _check(
     chosen = chosen if len(chosen) else torch.zeros(1, dtype=torch.long)
     experts = chosen.tolist()
     part = _arguments.source_of(args, source.layer.checkpoint, source.index, experts=experts)
-    if cut is None:
+    if plan is None:
         parts = iter([(part.config, part.weights(), map_of(experts, source.config.num_experts, "cpu"))])
     else:
-        parts = rank_parts(part.config, part.weights(), experts, layer.config.parallel, cut)
+        parts = rank_parts(part.config, part.weights(), experts, layer.config.parallel, plan)
     x = tokens.hidden_states.to(source.config.dtype)
     return check_output(layer, parts, x, output, topk_weights=weights, topk_ids=ids)
 

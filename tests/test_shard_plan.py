@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_core import (
     ConfigError,
@@ -35,8 +35,8 @@ from moe_core import (
     registry,
 )
 from moe_core.parallel.shard import shard_layer
-from moe_core.parallel.shard_plan import ColumnCut, column_cuts, plain_cut, refine
-from moe_core.selection.column_choice import select_cut
+from moe_core.parallel.shard_plan import ShardPlan, default_plan, refine, shard_plans
+from moe_core.selection.column_choice import select_plan
 from moe_core.testing.data import make_weights
 from torch import Tensor
 
@@ -53,32 +53,32 @@ KEYS: list[tuple[str, QuantKey, QuantKey | None]] = [
 ]
 
 
-def cuts_of(size: int, tp: int, key: QuantKey | None = kFp8Static128BlockSym) -> list[str]:
-    return [str(cut) for cut in column_cuts(size, key, kFp8Dynamic128Sym, tp)]
+def plans_of(size: int, tp: int, key: QuantKey | None = kFp8Static128BlockSym) -> list[str]:
+    return [str(plan) for plan in shard_plans(size, key, kFp8Dynamic128Sym, tp)]
 
 
 def test_shares_that_part_no_group_are_the_only_ones() -> None:
-    assert cuts_of(1024, 4) == ["256 columns each"]
-    [cut] = column_cuts(1024, kFp8Static128BlockSym, kFp8Dynamic128Sym, 4)
-    assert cut == ColumnCut(((0, 256), (256, 512), (512, 768), (768, 1024)), kFp8Static128BlockSym, kFp8Dynamic128Sym)
+    assert plans_of(1024, 4) == ["256 columns each"]
+    [plan] = shard_plans(1024, kFp8Static128BlockSym, kFp8Dynamic128Sym, 4)
+    assert plan == ShardPlan(((0, 256), (256, 512), (512, 768), (768, 1024)), kFp8Static128BlockSym, kFp8Dynamic128Sym)
 
 
 def test_shares_that_part_groups_are_equal_by_finer_ones_or_uneven() -> None:
     """192 columns for each of eight ranks with 128-wide blocks, and others."""
-    assert cuts_of(1536, 8) == ["192 columns each, scales repeated for groups of 64x64", "128 or 256"]
-    fine, whole = column_cuts(1536, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8)
+    assert plans_of(1536, 8) == ["192 columns each, scales repeated for groups of 64x64", "128 or 256"]
+    fine, whole = shard_plans(1536, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8)
     assert (fine.weight_key, fine.activation_key) == (
         kFp8Static128BlockSym.with_group(64, 64),
         kFp8Dynamic64Sym,
     )
     assert whole.weight_key == kFp8Static128BlockSym
-    assert plain_cut((fine, whole)) == whole
+    assert default_plan((fine, whole)) == whole
     # equal shares of 96 need groups of 32; groups of 64 leave some ranks with more
-    assert cuts_of(768, 8) == [
+    assert plans_of(768, 8) == [
         "96 columns each, scales repeated for groups of 32x32",
         "64 or 128, scales repeated for groups of 64x64",
     ]
-    assert cuts_of(320, 2) == [
+    assert plans_of(320, 2) == [
         "160 columns each, scales repeated for groups of 32x32",
         "128 or 192, scales repeated for groups of 64x64",
         "64 or 256",
@@ -103,31 +103,33 @@ def test_too_many_ranks_are_told_what_there_is(
     size: int, key: QuantKey, tp: int, equal: str, groups: int, fewer: int
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        column_cuts(size, key, None, tp)
+        shard_plans(size, key, None, tp)
     assert str(caught.value) == (
         f"tp_size {tp} cannot share an intermediate size of {size}: {equal}, and uneven shares are multiples of 64 "
         f"columns, of which it has {groups}; the next smaller tp_size that can is {fewer}, or spread the experts "
         "instead (ep_size)"
     )
-    assert column_cuts(size, key, None, fewer)
+    assert shard_plans(size, key, None, fewer)
 
 
 def test_the_coarsest_groups_are_the_plainest() -> None:
     """Where no whole groups go around."""
-    assert str(plain_cut(column_cuts(768, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8))) == (
+    assert str(default_plan(shard_plans(768, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8))) == (
         "64 or 128, scales repeated for groups of 64x64"
     )
     # of the same groups, equal shares
     permuted = replace(kInt4Static, permuted=True)
-    assert str(plain_cut(column_cuts(1536, permuted, None, 16))) == "96 columns each"
+    assert str(default_plan(shard_plans(1536, permuted, None, 16))) == "96 columns each"
 
 
 def test_columns_in_any_order_are_shared_as_they_are() -> None:
-    assert cuts_of(1536, 16, replace(kInt4Static, permuted=True)) == [
+    assert plans_of(1536, 16, replace(kInt4Static, permuted=True)) == [
         "96 columns each, scales repeated for groups of 1x128",
         "64 or 128, scales repeated for groups of 1x128",
     ]
-    assert [str(cut) for cut in column_cuts(1536, replace(kInt4Static, permuted=True), None, 16)] == ["96 columns each"]
+    assert [str(plan) for plan in shard_plans(1536, replace(kInt4Static, permuted=True), None, 16)] == [
+        "96 columns each"
+    ]
 
 
 def values(weights: MoEWeights, name: str, parts: int) -> Tensor:
@@ -158,6 +160,7 @@ def requests(draw: st.DrawFn) -> tuple[str, QuantKey, QuantKey | None, int, int,
     return scheme, key, activation, size, draw(st.integers(2, 5)), draw(st.booleans())
 
 
+@settings(deadline=None)
 @given(request=requests(), data=st.data())
 def test_ranks_have_the_layers_values_and_their_outputs_add_up(
     request: tuple[str, QuantKey, QuantKey | None, int, int, bool], data: st.DataObject
@@ -174,16 +177,16 @@ def test_ranks_have_the_layers_values_and_their_outputs_add_up(
     )
     weights = make_weights(whole, key, activation, seed=size)
     try:
-        cuts = column_cuts(size, key, activation, tp)
+        plans = shard_plans(size, key, activation, tp)
     except ConfigError:
         assert size < 128 * tp
         return
-    cut = data.draw(st.sampled_from(cuts))
-    ranges = cut.ranges
+    plan = data.draw(st.sampled_from(plans))
+    ranges = plan.ranges
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
     assert all(one[1] == other[0] for one, other in itertools.pairwise(ranges))
-    shards = [shard_layer(whole, weights, FusedMoEParallelConfig(tp_size=tp, tp_rank=r), cut=cut) for r in range(tp)]
+    shards = [shard_layer(whole, weights, FusedMoEParallelConfig(tp_size=tp, tp_rank=r), plan=plan) for r in range(tp)]
     parts = 2 if gated else 1
     for shard, (begin, end) in zip(shards, ranges, strict=True):
         shard.weights.validate(shard.config)
@@ -201,13 +204,13 @@ def test_ranks_have_the_layers_values_and_their_outputs_add_up(
     try:
         found = torch.stack([output(shard.config, shard.weights) for shard in shards]).sum(0)
     except SelectionError:
-        assert cut.refined  # groups that no backend takes: selection goes on to the next way
+        assert plan.refined  # groups that no backend takes: selection goes on to the next way
         return
     expected = output(whole, weights)
     # float32 sums of N terms in another order, see test_shard; quantized activations may then round to the next code,
     # which is a step of e4m3 (2**-3 of the value); in finer groups x and h have an error of half a step in either run,
     # and gate and up are multiplied
-    step = size**1.5 * 2**-24 if activation is None else 2**-3 if not cut.refined else 4 * 2**-4
+    step = size**1.5 * 2**-24 if activation is None else 2**-3 if not plan.refined else 4 * 2**-4
     assert float((found - expected).norm()) <= step * float(expected.norm())
 
 
@@ -231,18 +234,18 @@ def config(size: int = 1536) -> FusedMoEConfig:
     ],
 )
 def test_the_most_balanced_shares_that_a_kernel_takes_are_chosen(device: str, size: int, shares: str) -> None:
-    cuts = column_cuts(size, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8)
-    cut, selection = select_cut(registry().oracle("fp8"), config(size), cuts, device=device)
-    assert str(cut) == shares
-    begin, end = cut.ranges[7]
+    plans = shard_plans(size, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8)
+    plan, selection = select_plan(registry().oracle("fp8"), config(size), plans, device=device)
+    assert str(plan) == shares
+    begin, end = plan.ranges[7]
     assert selection.report.config.intermediate_size == end - begin
-    assert selection.weight_key == cut.weight_key
+    assert selection.weight_key == plan.weight_key
 
 
 def test_a_backend_that_takes_no_finer_groups_gets_whole_ones() -> None:
-    cuts = column_cuts(1536, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8)
-    cut, selection = select_cut(registry().oracle("fp8"), config(), cuts, moe_backend="torch", device="h200")
-    assert str(cut) == "128 or 256"
+    plans = shard_plans(1536, kFp8Static128BlockSym, kFp8Dynamic128Sym, 8)
+    plan, selection = select_plan(registry().oracle("fp8"), config(), plans, moe_backend="torch", device="h200")
+    assert str(plan) == "128 or 256"
     assert selection.backend == "torch"
 
 
@@ -256,26 +259,26 @@ def test_parts_without_whole_groups_are_ones_that_torch_takes(tp_rank: int) -> N
     layer = FusedMoELayer.from_weights("fp8", shard.config, shard.weights, backend="torch")
     assert layer.config.intermediate_size in (64, 128)
     part = replace(config(768), parallel=parallel)
-    cut, selection = select_cut(
-        registry().oracle("fp8"), part, column_cuts(768, *keys, 8), moe_backend="torch", device="h200"
+    plan, selection = select_plan(
+        registry().oracle("fp8"), part, shard_plans(768, *keys, 8), moe_backend="torch", device="h200"
     )
-    assert str(cut) == "64 or 128, scales repeated for groups of 64x64"
+    assert str(plan) == "64 or 128, scales repeated for groups of 64x64"
     assert selection.backend == "torch"
 
 
 def test_finer_groups_are_tried_where_no_backend_takes_the_plainest() -> None:
     """A backend of a device without kernels takes 1x32 alone."""
     keys = kInt4W4A8StaticGroup128Sym, kInt8DynamicTokenSym
-    cuts = (
-        ColumnCut(((0, 48), (48, 192)), keys[0], keys[1]),
-        ColumnCut(((0, 96), (96, 192)), keys[0].with_group(1, 32), keys[1], refined=True),
+    plans = (
+        ShardPlan(((0, 48), (48, 192)), keys[0], keys[1]),
+        ShardPlan(((0, 96), (96, 192)), keys[0].with_group(1, 32), keys[1], refined=True),
     )
     two = replace(config(192), parallel=FusedMoEParallelConfig(tp_size=2))
     # int8's torch takes whole groups: 48 columns are none of 128
-    cut, _ = select_cut(registry().oracle("int8"), two, cuts, moe_backend="torch", device="h200")
-    assert cut == cuts[1]
+    plan, _ = select_plan(registry().oracle("int8"), two, plans, moe_backend="torch", device="h200")
+    assert plan == plans[1]
     with pytest.raises(SelectionError, match="multiple of 128"):
-        select_cut(registry().oracle("int8"), two, cuts[:1], moe_backend="torch", device="h200")
+        select_plan(registry().oracle("int8"), two, plans[:1], moe_backend="torch", device="h200")
 
 
 def test_scales_are_repeated_at_partial_groups() -> None:
