@@ -32,8 +32,7 @@ COVERED = {
     "tests/test_planned.py": "moe_core.checkpoint.planned",
     "tests/test_writers.py": "moe_core.checkpoint.written",
     f"{CORE}/cli/test_commands.py": (
-        "moe_core.cli.arguments moe_core.cli.checks moe_core.cli.commands.bench moe_core.cli.execute "
-        "moe_core.cli.parser"
+        "moe_core.cli.arguments moe_core.cli.checks moe_core.cli.commands.bench moe_core.cli.parser"
     ),
     f"{CORE}/cli/test_plugin_commands.py": "moe_core.cli.command",
     f"{CORE}/kernels/ops/test_activation.py": "moe_core.kernels.device.activation",

@@ -13,9 +13,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 #: Maximum length of an error message: a name in a corrupt file can be megabytes long.
 MAX_MESSAGE = 10_000
@@ -128,7 +129,7 @@ class UnsupportedDeviceError(MoEError, RuntimeError):
     """Kernel launch on a device that the kernel does not support."""
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.7) -> str:
     """Suggest known names for an unknown one, as a suffix for an error message.
 
     Names that start with the unknown one come first, up to four: 'fp8' suggests 'fp8_per_block', not 'mxfp8'.
@@ -136,6 +137,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     Args:
         name: The unknown name.
         known: The valid names.
+        cutoff: Similarity from which a name is close, 0 to 1.
 
     Returns:
         Text such as ``"; did you mean 'triton'?"``; an empty string if no known name is close.
@@ -143,7 +145,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     lower = {other.lower(): other for other in known}
     asked = str(name)[:100].lower()
     longer = [other for other in lower if len(asked) > 2 and other.startswith(asked)]
-    close = longer[:4] or difflib.get_close_matches(asked, lower, n=1, cutoff=0.7)
+    close = longer[:4] or difflib.get_close_matches(asked, lower, n=1, cutoff=cutoff)
     names = ", ".join(repr(lower[other]) for other in close[:-1])
     return f"; did you mean {names}{' or ' if names else ''}{lower[close[-1]]!r}?" if close else ""
 
@@ -195,6 +197,9 @@ def check_tensor(name: str, value: Any) -> None:
     Raises:
         TensorError: ``value`` is not a tensor, or is not dense.
     """
+    # The command line uses this module without torch.
+    import torch
+
     if not isinstance(value, torch.Tensor):
         kind = "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"
         raise TensorError(f"{name} is {kind.replace('builtins.', '')}, expected a torch.Tensor")

@@ -102,7 +102,7 @@ def test_help(install: Callable[..., None], moe: Any) -> None:
 
 def test_names_are_meant(install: Callable[..., None], moe: Any) -> None:
     install(("greet", "greet:COMMAND"))
-    assert moe("gret").err == "moe: unknown command 'gret'; did you mean greet? (moe --help)\n"
+    assert moe("gret").err == "moe: unknown command 'gret'; did you mean 'greet'? (moe --help)\n"
 
 
 def test_commands_of_packages_that_are_not_installed(install: Callable[..., None], moe: Any) -> None:
@@ -129,7 +129,11 @@ def test_doctor_lists_packages_that_bring_commands(install: Callable[..., None],
         ([("broken", "broken:COMMAND")], "broken", "broken:COMMAND cannot be loaded: RuntimeError: no disk"),
         ([("other", "other:COMMAND")], "other", "other:COMMAND is of type int, expected a Command"),
         ([("x", "nowhere:COMMAND")], "x", "nowhere:COMMAND cannot be loaded: ModuleNotFoundError: No module named"),
-        ([("greet", "greet:COMMAND"), ("greet", "other:COMMAND")], "greet", "package-1 1.0 has the same name; uninst"),
+        (
+            [("greet", "greet:COMMAND"), ("greet", "other:COMMAND")],
+            "greet",
+            "other:COMMAND of package-1 1.0 has the same name; uninst",
+        ),
     ],
 )
 def test_what_does_not_work_is_named(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from moe_core import ConfigError
 from moe_core.api.command_line import (
     Command,
-    RefusedError,
     add_activation_key,
     add_backend,
     add_checkpoint,
@@ -93,16 +93,16 @@ def check_windows(args: argparse.Namespace, longest: int | None = None) -> int:
         Tokens per window.
 
     Raises:
-        RefusedError: A number is too small, the window exceeds the model's maximum, or windows ``stride`` tokens apart
+        ConfigError: A number is too small, the window exceeds the model's maximum, or windows ``stride`` tokens apart
             would skip tokens.
     """
     check_least(args, window=2, stride=1, max_tokens=2)
     window: int = args.window or min(WINDOW, longest or WINDOW)
     if longest is not None and window > longest:
-        raise RefusedError(f"--window {window}: the model takes {longest} tokens (max_position_embeddings)")
+        raise ConfigError(f"--window {window}: the model takes {longest} tokens (max_position_embeddings)")
     if args.stride is not None and args.stride > window:
         default = "" if args.window is not None else " (the default)"
-        raise RefusedError(
+        raise ConfigError(
             f"--stride {args.stride}: expected --window {window}{default} or less; tokens between windows would not be "
             "scored"
         )

@@ -6,10 +6,7 @@ import argparse
 from pathlib import Path
 
 from moe_core.cli import hub
-
-
-class RefusedError(ValueError):
-    """A refused argument: what is wrong, the value found and what is expected."""
+from moe_core.errors import ConfigError
 
 
 def check_least(args: argparse.Namespace, **least: int) -> None:
@@ -20,12 +17,12 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
         **least: Smallest value of each option, by its name.
 
     Raises:
-        RefusedError: An option is below its minimum.
+        ConfigError: An option is below its minimum.
     """
     for name, smallest in least.items():
         value = getattr(args, name)
         if value is not None and value < smallest:
-            raise RefusedError(f"--{name.replace('_', '-')} {value}: expected {smallest} or more")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {smallest} or more")
 
 
 def check_folder(args: argparse.Namespace) -> None:
@@ -37,7 +34,7 @@ def check_folder(args: argparse.Namespace) -> None:
         args: Parsed arguments; ``path`` None was not given.
 
     Raises:
-        RefusedError: There is neither such a folder nor a cached model of that name.
+        ConfigError: There is neither such a folder nor a cached model of that name.
     """
     path = args.path
     if path is None or _may_exist(path):
@@ -45,13 +42,13 @@ def check_folder(args: argparse.Namespace) -> None:
         return
     name = path.as_posix()
     if not hub.is_name(name):
-        raise RefusedError(
+        raise ConfigError(
             f"{path} does not exist; expected a folder with config.json and *.safetensors, or the name of a model in "
             "the Hugging Face cache (owner/name)"
         )
     found = hub.snapshot(name)
     if found is None:
-        raise RefusedError(
+        raise ConfigError(
             f"{path} does not exist; the Hugging Face cache {hub.cache()} has no model of that name either: for the "
             f"model on the Hub, run hf download {name} (config.json is enough for moe explain: "
             f"hf download {name} config.json)"
@@ -67,11 +64,11 @@ def check_file(args: argparse.Namespace, option: str) -> None:
         option: Name of the option, without dashes.
 
     Raises:
-        RefusedError: There is no such file.
+        ConfigError: There is no such file.
     """
     path = getattr(args, option)
     if path is not None and not _may_exist(path):
-        raise RefusedError(f"--{option} {path} can't be read: No such file or directory")
+        raise ConfigError(f"--{option} {path} can't be read: No such file or directory")
 
 
 def _may_exist(path: Path) -> bool:
@@ -89,7 +86,7 @@ def check_origin(args: argparse.Namespace) -> None:
         args: Parsed arguments.
 
     Raises:
-        RefusedError: The options contradict each other.
+        ConfigError: The options contradict each other.
     """
     if args.path is None:
         about = {
@@ -101,12 +98,12 @@ def check_origin(args: argparse.Namespace) -> None:
         }
         given = next((option for option, value in about.items() if value is not None), None)
         if given is not None:
-            raise RefusedError(f"--{given} is for a checkpoint folder, and none is given")
+            raise ConfigError(f"--{given} is for a checkpoint folder, and none is given")
         return
     if args.shape is not None or args.scheme is not None:
-        raise RefusedError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
+        raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
     if args.weight_key is not None or args.bias:
-        raise RefusedError(
+        raise ConfigError(
             f"{'--bias' if args.weight_key is None else '--weight-key'} describes a layer of --scheme and --shape; "
             "a checkpoint folder states it"
         )

@@ -16,7 +16,7 @@ class Command:
         arguments: Adds its arguments to its parser. Every command has ``-v``/``--verbose`` and ``--json``.
         run: "module:function", imported when the command runs. It takes the parsed arguments and returns the exit code.
         description: Further help text.
-        check: Refuses arguments (:class:`moe_core.cli.checks.RefusedError`) before anything slow is imported.
+        check: Refuses arguments (:class:`moe_core.ConfigError`) before anything slow is imported.
     """
 
     summary: str

@@ -22,14 +22,13 @@ from moe_core.cli.arguments import (
     add_seed,
     add_tokens,
 )
-from moe_core.cli.checks import RefusedError, check_file, check_folder, check_origin
+from moe_core.cli.checks import check_file, check_folder, check_origin
 from moe_core.cli.command import Command
 from moe_core.cli.parser import (
     Paragraphs,
     Parser,
     at_least,
     device_names,
-    meant,
     path,
     positive,
     shape,
@@ -37,6 +36,9 @@ from moe_core.cli.parser import (
     token_counts,
     whole,
 )
+from moe_core.errors import ConfigError, did_you_mean
+from moe_core.plugins.faults import PluginFault
+from moe_core.plugins.install import how_to_install
 
 _ABOUT = "Quantized mixture-of-experts layers: what runs them, why, how exactly and how fast."
 
@@ -73,7 +75,7 @@ def build(names: Iterable[str] | None = None) -> Parser:
     """
     names = (*COMMANDS, *installed.names()) if names is None else names
     found = {name: COMMANDS.get(name) or installed.load(name) for name in names}
-    listed = "\n".join(f"  {name:<10}  {command.summary}" for name, command in found.items())
+    listed = "\n".join(f"  {name:<10}  {_summary(command)}" for name, command in found.items())
     parser = Parser(
         prog="moe",
         usage="moe COMMAND …",
@@ -97,6 +99,10 @@ def build(names: Iterable[str] | None = None) -> Parser:
             made.add_argument("--json", action="store_true", help="print JSON instead of text")
             made.set_defaults(run=command.run, precheck=command.check)
     return parser
+
+
+def _summary(command: Command | PluginFault) -> str:
+    return command.summary if isinstance(command, Command) else command.reason
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -125,10 +131,7 @@ def _unknown(command: str) -> str:
     """Return the message about a command that does not exist."""
     package = installed.KNOWN.get(command)
     if package is None:
-        return f"unknown command {shown(command)}{meant(command, (*COMMANDS, *installed.names()))}"
-    # Importing it takes as long as torch, but nothing else can be done here.
-    from moe_core.plugins.install import how_to_install
-
+        return f"unknown command {shown(command)}{did_you_mean(command, (*COMMANDS, *installed.names()), cutoff=0.6)}"
     return f"{command!r} is a command of {package}, which is not installed; add it with: {how_to_install(package)}"
 
 
@@ -176,14 +179,14 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 def _check_explain(args: argparse.Namespace) -> None:
     if args.tp is args.ep is args.dp is None and (args.all2all is not None or args.machine is not None):
-        raise RefusedError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
+        raise ConfigError("--all2all and --machine are for several ranks: give --tp, --ep or --dp")
     if args.all_layers and (args.path is None or args.layer is not None):
-        raise RefusedError("--all-layers is for a checkpoint folder, without --layer")
+        raise ConfigError("--all-layers is for a checkpoint folder, without --layer")
     if args.all_layers and len(args.devices) > 1:
-        raise RefusedError(f"--all-layers is of one device, got --device {','.join(args.devices)}")
+        raise ConfigError(f"--all-layers is of one device, got --device {','.join(args.devices)}")
     check_origin(args)
     if args.path is None and (args.shape is None or args.scheme is args.quantize is None):
-        raise RefusedError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
+        raise ConfigError("give a checkpoint folder, or --scheme and --shape E,k,K,N")
     check_folder(args)
 
 
@@ -238,7 +241,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 def _check_bench(args: argparse.Namespace) -> None:
     if args.fail_slower is not None and args.compare is None:
-        raise RefusedError("--fail-slower needs --compare FILE")
+        raise ConfigError("--fail-slower needs --compare FILE")
     check_origin(args)
     check_file(args, "compare")
     check_folder(args)

@@ -8,11 +8,12 @@ help and completion load it. A command that does not work is omitted, and everyt
 
 from __future__ import annotations
 
-import importlib.metadata
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
 from moe_core.cli.command import Command
+from moe_core.errors import RegistryError
+from moe_core.plugins.entry_points import installed, load_named, owner
+from moe_core.plugins.faults import PluginFault, split
 
 GROUP = "moe_core.commands"
 
@@ -23,35 +24,12 @@ OWN = ("quickstart", "run", "explain", "backends", "doctor", "bench", "tune")
 KNOWN = {"generate": "moe-transformers", "perplexity": "moe-transformers"}
 
 
-@dataclass(frozen=True)
-class CommandFault:
-    """A command that was omitted.
-
-    Attributes:
-        name: Name of the command.
-        origin: Distribution that brings it.
-        reason: Why it was omitted.
-    """
-
-    name: str
-    origin: str
-    reason: str
-
-    @property
-    def summary(self) -> str:
-        """Text of the list of commands."""
-        return self.reason
-
-    def __str__(self) -> str:
-        return f"command {self.name!r} of {self.origin} is left out: {self.reason}"
-
-
 def names() -> tuple[str, ...]:
     """Return the names of the commands of other packages without loading them."""
     return tuple(sorted({point.name for point in _points()} - set(OWN)))
 
 
-def load(name: str) -> Command | CommandFault:
+def load(name: str) -> Command | PluginFault:
     """Load a command.
 
     Args:
@@ -60,34 +38,22 @@ def load(name: str) -> Command | CommandFault:
     Returns:
         The command, or the reason why it does not work.
     """
-    points = list({(point.value, _owner(point)): point for point in _points() if point.name == name}.values())
-    first = points[0]
-    if len(points) > 1:
-        return CommandFault(name, _owner(first), f"{_owner(points[1])} has the same name; uninstall one of them")
-    try:
-        found = first.load()
-    except (Exception, SystemExit) as error:
-        return CommandFault(name, _owner(first), f"{first.value} cannot be loaded: {type(error).__name__}: {error}")
-    if not isinstance(found, Command):
-        return CommandFault(name, _owner(first), f"{first.value} is of type {type(found).__name__}, expected a Command")
-    return found
+    return load_named("command", [point for point in _points() if point.name == name], _checked)[0][1]
 
 
-def faults() -> tuple[CommandFault, ...]:
+def faults() -> tuple[PluginFault, ...]:
     """Load all commands and return those that are omitted."""
-    taken = [
-        CommandFault(point.name, _owner(point), "the name is moe-core's") for point in _points() if point.name in OWN
-    ]
-    loaded = map(load, names())
-    return (*taken, *(found for found in loaded if isinstance(found, CommandFault)))
+    reserved = [point for point in _points() if point.name in OWN]
+    taken = [PluginFault("command", point.name, owner(point), "the name is moe-core's") for point in reserved]
+    return (*taken, *split(map(load, names()))[1])
 
 
 def _points() -> tuple[EntryPoint, ...]:
-    try:
-        return tuple(importlib.metadata.entry_points(group=GROUP))
-    except Exception:  # The metadata of one distribution may be unreadable; `moe doctor` names it.
-        return ()
+    # `moe doctor` names distributions whose entry points cannot be read.
+    return split(installed(GROUP))[0]
 
 
-def _owner(point: EntryPoint) -> str:
-    return "an unknown distribution" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+def _checked(found: object) -> Command:
+    if not isinstance(found, Command):
+        raise RegistryError(f"is of type {type(found).__name__}, expected a Command")
+    return found

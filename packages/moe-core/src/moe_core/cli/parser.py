@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from moe_core.cli.terminal.console import complain
+from moe_core.errors import did_you_mean
 
 MOST_TOKENS = 2**40
 LARGEST_SIZE = 2**24
@@ -51,24 +51,10 @@ class Parser(argparse.ArgumentParser):
         found, extras = super().parse_known_args(args, namespace)
         if extras and extras[0].startswith("-"):
             options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown option {shown(extras[0])}{meant(extras[0].partition('=')[0], options)}")
+            self.error(f"unknown option {shown(extras[0])}{did_you_mean(extras[0].partition('=')[0], options)}")
         if extras:
             self.error(f"unexpected argument {shown(extras[0])}")
         return found, extras
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion such as "; did you mean --tokens?", or "" if no known name is close.
-
-    Args:
-        name: The unknown name.
-        known: Known names.
-
-    Returns:
-        The suggestion.
-    """
-    close = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def shown(text: str) -> str:
@@ -254,7 +240,7 @@ def one_of(*names: str) -> Callable[[str], str]:
         if text.lower() in names:
             return text.lower()
         raise argparse.ArgumentTypeError(
-            f"expected {', '.join(names[:-1])} or {names[-1]}, got {shown(text)}{meant(text.lower(), names)}"
+            f"expected {', '.join(names[:-1])} or {names[-1]}, got {shown(text)}{did_you_mean(text.lower(), names)}"
         )
 
     return choose

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from moe_core.errors import printable
+
 #: ASCII replacements of characters that this package prints
 _PLAIN = {"µ": "u", "×": "x", "…": "...", "–": "-", "−": "-", "—": "-", "±": "+-", "→": "->", "≤": "<=", "≥": ">="}
 
@@ -34,18 +36,6 @@ def _encode_plain(error: UnicodeError) -> tuple[str | bytes, int]:
     text = error.object[error.start : error.end]
     plain = "".join(_PLAIN.get(letter) or letter.encode("ascii", "backslashreplace").decode() for letter in text)
     return plain, error.end
-
-
-def printable(text: str) -> str:
-    """Escape characters that a terminal might interpret as a command.
-
-    Args:
-        text: Any text; newlines are kept.
-
-    Returns:
-        The printable text.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _shortened(line: str) -> str:
