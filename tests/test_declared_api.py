@@ -119,7 +119,7 @@ NAMES = {
         "activation_key_of bytes_text check_seed device_of dtype_of duration emit progress seconds_since"
     ),
     "moe_core.api.command_line": (
-        "Command RefusedError add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed "
+        "Command add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed "
         "check_file check_folder check_least whole"
     ),
     "moe_core.api.engines": "Engine EngineChanged VersionRange log_once require select_kernel unpack_row_pairs",

@@ -120,7 +120,7 @@ def test_refused_before_anything_heavy_is_imported(arguments: list[str]) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     ended, loaded = done.stdout.splitlines()
     assert (ended, done.stderr.count("\n")) == ("2", 1)
-    assert not {"torch", "numpy", "transformers", "moe_core.errors", "moe_transformers.version"} & set(loaded.split())
+    assert not {"torch", "numpy", "transformers", "moe_transformers.version"} & set(loaded.split())
 
 
 def test_refused(moe: Any, folder: Path, bare: Path, text: Path, tmp_path: Path) -> None:
