@@ -111,6 +111,24 @@ def test_another_naming_before_classes(layer: LayerExperts, target: str) -> None
     assert quant_group(groups(group("Linear"), group(target)), layer).name == "group_1"
 
 
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+@pytest.mark.parametrize("target", ["re:.*gate.*", "re:.*experts.*[.]up_proj$"])
+def test_a_pattern_of_gate_or_up_names_no_other(tmp_path: Path, names: tuple[str, str, str], target: str) -> None:
+    """The library tries names of modules alone; the fused name would match for gate and for up."""
+    layer = find_layer(Checkpoint.open(write(tmp_path, expert_tensors(names=names))))
+    with pytest.raises(CheckpointError, match="num_bits of weights is"):
+        quant_group(groups(group("Linear", num_bits=4), group(target)), layer)
+    other = "up" if "gate" in target else "gate"
+    first = next(name for name in names[:2] if (name in ("up_proj", "w3")) is (other == "up"))
+    with pytest.raises(CheckpointError, match=rf"no target .*[.]{first}"):
+        quant_group(groups(group(target, "re:.*down_proj")), layer)
+
+
+def test_the_fused_name_stands_for_both(layer: LayerExperts) -> None:
+    found = groups(group("Linear", num_bits=4), group("re:.*gate_up_proj$", "re:.*down_proj"))
+    assert quant_group(found, layer).weights.num_bits == 8
+
+
 def test_dense_blocks_are_not_another_naming(tmp_path: Path) -> None:
     """Kimi Linear has ``mlp`` in its first layer and ``block_sparse_moe`` in others."""
     tensors = {**expert_tensors("model.layers.1.block_sparse_moe"), "model.layers.0.mlp.up_proj.weight": torch.ones(1)}

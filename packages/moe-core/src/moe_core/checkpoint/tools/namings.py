@@ -28,7 +28,10 @@ _STARTS = (
 #: Names of a layer's MoE block.
 _BLOCKS = ("mlp", "block_sparse_moe", "mixer", "feed_forward", "ffn", "moe")
 #: Synonyms of each projection of an expert.
-_ENDS = (("gate_proj", "w1", "gate_up_proj"), ("up_proj", "w3", "gate_up_proj"), ("down_proj", "w2"))
+_FUSED = "gate_up_proj"
+_ENDS = (("gate_proj", "w1", _FUSED), ("up_proj", "w3", _FUSED), ("down_proj", "w2"))
+#: The other of gate and up in the same naming.
+_OTHER_HALF = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 #: Classes of shared experts, which are treated as linear modules here.
 _SHARED_EXPERTS = frozenset({"InklingSharedExperts"})
@@ -43,6 +46,9 @@ _DENSE = re.compile(
 def under_any_name(named: Callable[[str], T | None], layer: LayerExperts) -> Callable[[str], T | None]:
     """Extend a lookup by module name to the module's names in other namings of the model.
 
+    The name of a fused gate and up stands for gate and for up only if the lookup finds neither of them alone. A pattern
+    such as ``.*gate.*`` names gate_proj, and not up_proj through gate_up_proj.
+
     If a lookup fails under all names of an expert's module, the other names of the same projection of other experts
     are not tried: a layer has hundreds of experts, and each module hundreds of names.
 
@@ -55,12 +61,22 @@ def under_any_name(named: Callable[[str], T | None], layer: LayerExperts) -> Cal
     """
     unnamed: set[str] = set()
 
+    def direct(module: str, fused: bool = False) -> T | None:
+        names = (name for name in other_names(module, layer.checkpoint) if name.endswith(_FUSED) is fused)
+        return next((found for name in names if (found := named(name)) is not None), None)
+
     def choose(module: str) -> T | None:
         found = named(module)
         siblings = re.sub(r"\.experts\.\d+\.", ".experts.", module)
         if found is not None or siblings in unnamed:
             return found
-        found = next((one for name in other_names(module, layer.checkpoint) if (one := named(name)) is not None), None)
+        found = direct(module)
+        if found is None:
+            # Settings that name gate or up alone are of a model with both, in which no module is fused.
+            start, dot, end = module.rpartition(".")
+            other = start + dot + _OTHER_HALF.get(end, end)
+            if named(other) is None and direct(other) is None:
+                found = direct(module, fused=True)
         if found is None:
             unnamed.add(siblings)
         return found
