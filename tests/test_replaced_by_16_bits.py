@@ -42,7 +42,7 @@ def canonical(kind: Kind, plain: MoEWeights) -> MoEWeights:
     found: dict[str, Any] = {}
     for name, weight, parts in (("w13", plain.w13, 2), ("w2", plain.w2, 1)):
         made = [quantize_weight(piece.float(), key) for piece in weight.chunk(parts, dim=1)]
-        for suffix, tensors in zip(("", "_scale", "_zero_point"), zip(*made, strict=True), strict=True):
+        for suffix, tensors in zip(("", "_scale", "_zero_point", "_scale2"), zip(*made, strict=True), strict=True):
             if tensors[0] is not None:
                 found[f"{name}{suffix}"] = torch.cat(tensors, dim=1)
         if kind.weight_key.permuted:
@@ -129,6 +129,23 @@ def test_experts_that_do_not_fit_are_refused(kind: Kind, strict: bool) -> None:
         with pytest.raises(ConfigError, match="experts"):
             model.load_state_dict({f"experts.{name}": tensor for name, tensor in tensors.items()}, strict=strict)
     assert all(same_bits(tensor, before[name]) for name, tensor in layer.weights.tensors())
+
+
+@pytest.mark.parametrize("kind", some_kinds(1), ids=str)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_refused_state_dict_changes_no_module(kind: Kind, strict: bool) -> None:
+    """Also none before the one that fails."""
+    layers, new = [kind.layer(), kind.layer()], sixteen_bit(kind, seed=7)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), *layers)
+    before = [tensor.clone() for layer in layers for _, tensor in layer.weights.tensors()]
+    linear = {name: tensor.clone() for name, tensor in model[0].state_dict().items()}
+    tensors = {f"0.{name}": tensor + 1 for name, tensor in linear.items()}
+    tensors |= {"1.w13": new.w13, "1.w2": new.w2, "2.w13": new.w13, "2.w2": new.w2[:, 1:]}
+    with pytest.raises(ConfigError, match="2.w13"):
+        model.load_state_dict(tensors, strict=strict)
+    found = [tensor for layer in layers for _, tensor in layer.weights.tensors()]
+    assert all(same_bits(one, other) for one, other in zip(found, before, strict=True))
+    assert all(same_bits(tensor, linear[name]) for name, tensor in model[0].state_dict().items())
 
 
 def test_keys_are_named_where_weights_do_not_fit() -> None:

@@ -185,6 +185,16 @@ def test_a_router_that_is_a_parameter_is_part_of_the_state_dict() -> None:
     assert torch.equal(run(other), run(model))
 
 
+def test_a_router_of_another_shape_leaves_the_experts_as_they_are() -> None:
+    model = Model(make_layer(router=nn.Parameter(ROUTER.clone())))
+    before = [tensor.clone() for _, tensor in model.experts.weights.tensors()]
+    new = {f"experts.{name}": tensor + 1 for name, tensor in toy_weights(CONFIG).tensors()}
+    with pytest.raises(RuntimeError, match="router_weight"):
+        model.load_state_dict({**new, "experts.router_weight": ROUTER[1:]}, strict=False)
+    found = [tensor for _, tensor in model.experts.weights.tensors()]
+    assert all(torch.equal(one, other) for one, other in zip(found, before, strict=True))
+
+
 def test_a_state_dict_without_experts_leaves_them_as_they_are() -> None:
     model, other = Model(make_layer()), Model(make_layer())
     with experts_left_out(model):

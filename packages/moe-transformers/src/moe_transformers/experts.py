@@ -60,17 +60,37 @@ class MoeCoreExperts(nn.Module):
             raise ConfigError("the experts are not loaded yet")
         return run_experts(self.layer, hidden_states, top_k_index, top_k_weights)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
-        below = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        given = {name: tensor for name, tensor in below.items() if not name.startswith("layer.")}
+    def check_state_dict(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Check the experts in a state dict that is about to be loaded into the model.
+
+        Args:
+            state_dict: state dict of the model.
+            prefix: prefix of the module's names.
+
+        Raises:
+            ConfigError: the experts do not fit, or are not loaded yet.
+        """
+        given = _own_entries(state_dict, prefix)
         if given and self.layer is None:
             raise ConfigError(
                 f"load_state_dict() cannot take {prefix}{next(iter(given))}: the experts are not loaded yet"
             )
         if self.layer is not None:
+            self.layer.check_experts(given, prefix, self.form)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        self.check_state_dict(state_dict, prefix)
+        given = _own_entries(state_dict, prefix)
+        if self.layer is not None:
             self.layer.load_experts(given, prefix, self.form)
         left = {name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in given}
         super()._load_from_state_dict(left, prefix, *arguments)
+
+
+def _own_entries(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the entries below ``prefix`` that are not of a layer of moe-core."""
+    below = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+    return {name: tensor for name, tensor in below.items() if not name.startswith("layer.")}
 
 
 def _guard() -> None:

@@ -1,10 +1,10 @@
-"""Refuse to move or convert a module with layers before any of its tensors changes."""
+"""Refuse to move, convert or load a module with layers before any of its tensors changes."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,25 @@ def check_before_apply(kind: type[FusedMoELayer]) -> None:
             within.checked = False
 
     nn.Module._apply = checked  # type: ignore[method-assign]
+
+
+def check_before_load() -> None:
+    """Make ``Module.load_state_dict`` check experts of all layers within a module before it changes any tensor.
+
+    It loads modules one after another, so a layer on its own could only refuse after others were loaded. Modules check
+    their entries by a method ``check_state_dict(state_dict, prefix)``. Those with hooks that change the state dict are
+    checked when their turn comes.
+    """
+    load: Callable[..., Any] = nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def checked(self: nn.Module, state_dict: Any, *arguments: Any, **named: Any) -> Any:
+        for name, module in self.named_modules() if isinstance(state_dict, Mapping) else ():
+            if hasattr(module, "check_state_dict") and not module._load_state_dict_pre_hooks:
+                module.check_state_dict(state_dict, f"{name}." if name else "")
+        return load(self, state_dict, *arguments, **named)
+
+    nn.Module.load_state_dict = checked  # type: ignore[method-assign]
 
 
 def _check(layer: FusedMoELayer, fn: Callable[[Tensor], Tensor]) -> None:

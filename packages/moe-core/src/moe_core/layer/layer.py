@@ -24,8 +24,8 @@ from moe_core.errors import (
 )
 from moe_core.interface.call_arguments import check_beside, check_width, refuse_gradients
 from moe_core.kernels.launch.compile_ahead import Progress
-from moe_core.layer.conversion import check_before_apply
-from moe_core.layer.recipe import completed
+from moe_core.layer.conversion import check_before_apply, check_before_load
+from moe_core.layer.recipe import completed, recipe_of
 from moe_core.layer.replacement import find_replacement, quantize_like, router_of
 from moe_core.layer.request import LayerRequest
 from moe_core.layer.router_product import fixed_rows_product
@@ -60,7 +60,7 @@ class FusedMoELayer(nn.Module):
     layout. Functions that write or offload a whole model (``save_pretrained``, ``Trainer.save_model``, ``cpu_offload``)
     raise ConfigError; use :func:`experts_left_out` to write everything but the experts. ``load_state_dict()`` reloads
     experts that a state dict contains, and keeps the current ones if it contains none. It raises ConfigError if they do
-    not fit, even with ``strict=False``.
+    not fit, even with ``strict=False``, before any module of the model is changed.
 
     ``.to()``, ``.half()`` and similar calls on a model that contains the layer raise ConfigError if they would change
     the device or dtype of the layer. They raise before anything is changed.
@@ -479,11 +479,7 @@ class FusedMoELayer(nn.Module):
             ConfigError: The checkpoint's layer differs, or this layer shares its tensors with the caller that
                 created them, and the reload would overwrite these.
         """
-        if not self.owns_weights:
-            raise ConfigError(
-                "the layer may share its weights with their owner, and reloading would overwrite them: build it with "
-                "load_layer, with FusedMoELayer.from_weights(..., copy=True) or with owns_weights=True"
-            )
+        self._check_owned()
         router: dict[str, Tensor] = {}
         if not isinstance(weights, MoEWeights):
             from moe_core.checkpoint import Checkpoint
@@ -503,11 +499,7 @@ class FusedMoELayer(nn.Module):
             raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
         if weights.weight_key is None:
             weights = quantize_like(weights, self.config, self.selection, self.request.online, self.weights)
-        if (weights.weight_key, weights.activation_key) != (self.selection.weight_key, self.selection.activation_key):
-            raise TensorError(
-                f"the layer was built for {_keys(self.selection.weight_key, self.selection.activation_key)}, "
-                f"the new weights are {_keys(weights.weight_key, weights.activation_key)}"
-            )
+        self._check_keys(weights)
         weights.validate(self.config)
         # The layer owns its tensors, so they have the layout of tensors that are not shared.
         ready = replace(weights.to(self.weights.device).detached().row_major(), shared=False)
@@ -518,6 +510,23 @@ class FusedMoELayer(nn.Module):
         self.kernel.weights.copy_(converted)
         for name, tensor in router.items():
             getattr(self, name).copy_(tensor)
+
+    def _check_owned(self) -> None:
+        """Raise ConfigError if reloading could overwrite tensors of the caller."""
+        if not self.owns_weights:
+            raise ConfigError(
+                "the layer may share its weights with their owner, and reloading would overwrite them: build it with "
+                "load_layer, with FusedMoELayer.from_weights(..., copy=True) or with owns_weights=True"
+            )
+
+    def _check_keys(self, weights: MoEWeights) -> None:
+        """Raise TensorError if new weights have other keys than the layer."""
+        new, own = (
+            (weights.weight_key, weights.activation_key),
+            (self.selection.weight_key, self.selection.activation_key),
+        )
+        if new != own:
+            raise TensorError(f"the layer was built for {_keys(*own)}, the new weights are {_keys(*new)}")
 
     def _held(self) -> list[int] | None:
         """Global ids of the local experts, in local order; None for all experts."""
@@ -532,13 +541,57 @@ class FusedMoELayer(nn.Module):
             leave_out(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+    def check_state_dict(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Check the experts in a state dict that is about to be loaded into a model with this layer.
+
+        Args:
+            state_dict: State dict of the model.
+            prefix: Prefix of the layer's names.
+
+        Raises:
+            ConfigError: As in :meth:`load_experts`.
+        """
+        self.check_experts(self._experts_in(state_dict, prefix), prefix)
+
+    def _experts_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the entries below ``prefix`` that are not the layer's own parameters or buffers."""
         own = {name for name, _ in self.named_parameters()} | {name for name, _ in self.named_buffers()}
-        given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        given = {name: tensor for name, tensor in given.items() if name not in own}
-        self.load_experts(given, prefix)
+        below = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        return {name: tensor for name, tensor in below.items() if name not in own}
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        given = self._experts_in(state_dict, prefix)
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        found = {name: state_dict[f"{prefix}{name}"] for name in own if f"{prefix}{name}" in state_dict}
+        # torch reports a router of another shape once everything else is loaded; experts must not be replaced then.
+        if all(isinstance(tensor, Tensor) and tensor.shape == own[name].shape for name, tensor in found.items()):
+            self.load_experts(given, prefix)
         left = {name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in given}
         super()._load_from_state_dict(left, prefix, *arguments)
+
+    def check_experts(self, tensors: Mapping[str, Any], prefix: str, form: ExpertsForm | None = None) -> None:
+        """Check names, shapes and dtypes as :meth:`load_experts` does, without changing the layer.
+
+        Args:
+            tensors: As in :meth:`load_experts`.
+            prefix: As in :meth:`load_experts`.
+            form: As in :meth:`load_experts`.
+
+        Raises:
+            ConfigError: The tensors do not cover all experts of the layer, or do not fit.
+        """
+        if not tensors:
+            return
+        with self._refusing(tensors, prefix):
+            self._check_owned()
+            for name, tensor in tensors.items():
+                check_tensor(name, tensor)
+            weights = self._experts_of({name: tensor.to("meta") for name, tensor in tensors.items()}, form)
+            if weights.weight_key is not None:
+                self._check_keys(weights)
+            elif self.selection.weight_key is not None and self.request.online is None:
+                recipe_of(self.selection)
+            weights.validate(self.config)
 
     def load_experts(self, tensors: Mapping[str, Any], prefix: str, form: ExpertsForm | None = None) -> None:
         """Replace the experts by entries of a state dict; keep the current ones if there are none.
@@ -553,13 +606,19 @@ class FusedMoELayer(nn.Module):
             ConfigError: The tensors do not cover all experts of the layer, or do not fit. The old experts are
                 untouched.
         """
-        if not tensors:
-            return
+        self.check_experts(tensors, prefix, form)
+        if tensors:
+            with self._refusing(tensors, prefix):
+                self.reload(self._experts_of(tensors, form))
+
+    def _experts_of(self, tensors: Mapping[str, Tensor], form: ExpertsForm | None) -> MoEWeights:
+        return experts_of(tensors, self.config, (self.selection.weight_key, self.selection.activation_key), form)
+
+    @contextlib.contextmanager
+    def _refusing(self, tensors: Mapping[str, Any], prefix: str) -> Iterator[None]:
+        """Name the entries of the state dict in errors."""
         try:
-            for name, tensor in tensors.items():
-                check_tensor(name, tensor)
-            keys = self.selection.weight_key, self.selection.activation_key
-            self.reload(experts_of(tensors, self.config, keys, form))
+            yield
         except MoEError as error:
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
             raise ConfigError(
@@ -628,3 +687,4 @@ def _consecutive(kernel: FusedMoEKernel) -> Tensor | None:
 
 
 check_before_apply(FusedMoELayer)
+check_before_load()

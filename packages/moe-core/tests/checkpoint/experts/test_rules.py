@@ -29,7 +29,7 @@ CODES = TensorRule("weight", lambda m: [(m.rows, m.cols)], (torch.int8,), "weigh
 SCALE = TensorRule("weight_scale", lambda m: [(m.rows, 1)], FLOATS, "scale")
 #: a scale of the whole matrix, by which ModelOpt multiplies and compressed-tensors divides
 SECOND = TensorRule(
-    "weight_scale_2", scalar, FLOATS, "global_scale", values=Values.POSITIVE, arrange=per_matrix, by_rows=False
+    "weight_scale_2", scalar, FLOATS, "scale2", values=Values.POSITIVE, arrange=per_matrix, by_rows=False
 )
 DIVISOR = replace(SECOND, suffix="weight_global_scale", reciprocal=True)
 
@@ -66,14 +66,14 @@ def load(folder: Path, tensors: dict[str, Tensor], *rules: TensorRule) -> dict[s
 def test_a_second_scale_is_one_more_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
     factor, divisor = torch.full(shape, 0.25), torch.full(shape, 4.0)
     found = load(tmp_path / "a", stored(weight_scale_2=factor), SECOND, DIVISOR)
-    assert found["w13_global_scale"].shape == (E, 2)
-    assert found["w2_global_scale"].shape == (E, 1)
+    assert found["w13_scale2"].shape == (E, 2)
+    assert found["w2_scale2"].shape == (E, 1)
     names = [name for name in expert_tensors() if "gate" in name or "up" in name]
     every = {name: 0.25 * (number + 1) for number, name in enumerate(expert_tensors())}
-    assert found["w13_global_scale"].flatten().tolist() == [every[name] for name in names]
+    assert found["w13_scale2"].flatten().tolist() == [every[name] for name in names]
     found = load(tmp_path / "b", stored(weight_global_scale=divisor), DIVISOR)
     each = [4.0 * (number + 1) for number, name in enumerate(expert_tensors()) if name in names]
-    assert found["w13_global_scale"].flatten().tolist() == torch.tensor(each).reciprocal().tolist()
+    assert found["w13_scale2"].flatten().tolist() == torch.tensor(each).reciprocal().tolist()
 
 
 def test_either_of_two_rows(tmp_path: Path) -> None:
