@@ -222,7 +222,7 @@ def refuse_lost_weights(
         layer: The layer's expert tensors.
         projections: Projections that make up the weight.
         suffixes: Suffixes of the weights and the scales, for the message.
-        tensors: Canonical tensors of the weight by role: "weight", "scale", and "zero_point" and "g_idx" if there are.
+        tensors: Canonical tensors of the weight by role: "weight", "scale" and those that ``key`` requires.
         key: Quantization of the weights.
         experts: Global ids of the experts.
         cols: Columns of the weight.
@@ -237,7 +237,9 @@ def refuse_lost_weights(
     fused = projections[0] == "gate_up"
     for slot in zero.flatten(1).any(dim=1).nonzero().flatten().tolist():
         one = slice(slot, slot + 1)
-        zero_point, g_idx = (tensors[role][one] if role in tensors else None for role in ("zero_point", "g_idx"))
+        zero_point, g_idx, scale2 = (
+            tensors[role][one] if role in tensors else None for role in ("zero_point", "g_idx", "scale2")
+        )
         lost = dequantize_weight(
             tensors["weight"][one],
             zero[one].to(tensors["scale"].dtype),
@@ -245,6 +247,7 @@ def refuse_lost_weights(
             parts=2 if fused else len(projections),
             zero_point=zero_point,
             g_idx=g_idx,
+            scale2=scale2,
             cols=cols,
         )[0]
         if not bool(lost.any()):
