@@ -217,7 +217,7 @@ LINES: list[tuple[str, int, str]] = [
     ("explain plain --quantize int4_g32 --device h100", 0, "kInt4Static32"),
     ("run org/model", 2, "moe run: "),
     ("run fp8/config.json", 2, "moe run: "),
-    ("run fp8 --layer 99", 2, "layers that have: 0-1"),
+    ("run fp8 --layer 99", 2, "MoE layers: 0-1"),
     ("run fp8 --layer -1", 2, "-1"),
     ("run fp8 --input nowhere.safetensors", 2, "nowhere.safetensors can't be read"),
     ("run fp8 --input garbage.safetensors", 2, "garbage.safetensors"),

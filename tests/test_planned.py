@@ -175,7 +175,7 @@ def test_sixteen_bits(moe: Any, tmp_path: Path) -> None:
         ({}, _ct("float", 4, "tensor_group", "nvfp4-pack-quantized", 16), "NVFP4"),
         ({"num_experts": "many"}, {"quant_method": "fp8"}, "num_experts is 'many'"),
         ({"num_hidden_layers": None}, {"quant_method": "fp8"}, "num_hidden_layers"),
-        ({"mlp_only_layers": list(range(48))}, {"quant_method": "fp8"}, "no layer that has experts"),
+        ({"mlp_only_layers": list(range(48))}, {"quant_method": "fp8"}, "a layer with experts"),
     ],
 )
 def test_what_config_json_does_not_tell(

@@ -150,7 +150,7 @@ def test_a_profile_of_something_else_is_not_used() -> None:
         device=GPU,
         tuning=profile,
     )
-    assert "TorchFp8Experts chooses its launches itself" in str(fp8.report)
+    assert "TorchFp8Experts selects its launches itself" in str(fp8.report)
 
 
 def test_a_cpu_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:

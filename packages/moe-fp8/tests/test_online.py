@@ -40,9 +40,9 @@ def test_the_other_commands(tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
         (["run", str(folder), "--quantize", "fp9"], "quantize='fp9' is unknown; installed: "),
         (
             ["explain", *shape, "--quantize", "mxfp8", "--weight-key", "kMxfp8Static"],
-            "says the scheme (fp8) and",
+            "implies the scheme (fp8) and",
         ),
-        (["explain", *shape, "--quantize", "mxfp8", "--scheme", "int8"], "says the scheme (fp8) and"),
+        (["explain", *shape, "--quantize", "mxfp8", "--scheme", "int8"], "implies the scheme (fp8) and"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -402,8 +402,8 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
     [
         (b"", "is truncated: it has 0 bytes"),
         (b"\x01\x02", "is truncated: it has 2 bytes"),
-        ((1 << 63).to_bytes(8, "little") + b"{}", "at most 100000000 are read"),
-        ((1 << 20).to_bytes(8, "little") + b"{}", "is truncated: its header claims 1048576 bytes, 2 are there"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "at most 100000000"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "is truncated: its header size is 1048576 bytes, but only 2 follow"),
         (raw_file(b"\x00\x01\x02"), "is not valid JSON"),
         (raw_file(b'{"a": {}, "a": {}}'), "duplicate"),
         (raw_file([]), "holds a JSON list"),
@@ -416,12 +416,12 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
         (raw_file({"a": entry(shape=[1 << 62, 1 << 62])}, bytes(8)), "the header gives it 8"),
         (raw_file({"a": entry(shape=[1 << 40], offsets=[0, 1 << 42])}, bytes(8)), "is truncated"),
         (raw_file({"a": entry(offsets=[0])}, bytes(8)), "data_offsets [0]"),
-        (raw_file({"a": entry(offsets=[8, 0])}, bytes(8)), "expected to begin at 0"),
-        (raw_file({"a": entry(offsets=[4, 12])}, bytes(12)), "expected to begin at 0"),
+        (raw_file({"a": entry(offsets=[8, 0])}, bytes(8)), "expected to start at 0"),
+        (raw_file({"a": entry(offsets=[4, 12])}, bytes(12)), "expected to start at 0"),
         (raw_file({"a": entry(shape=[3])}, bytes(8)), "is F32 [3], which is 12 bytes; the header gives it 8"),
-        (raw_file({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)), "'b' lies at bytes 4 to 12"),
+        (raw_file({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)), "'b' is stored at bytes 4 to 12"),
         (raw_file({"a": entry()}, bytes(7)), "is truncated: 'a' ends at byte 8 of the data, the file holds 7"),
-        (raw_file({"a": entry()}, bytes(9)), "holds 9 bytes of data, its header accounts for 8"),
+        (raw_file({"a": entry()}, bytes(9)), "has 9 bytes of data, but its header describes 8"),
     ],
 )
 def test_broken_header(tmp_path: Path, content: bytes, message: str) -> None:

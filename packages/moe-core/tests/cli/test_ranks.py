@@ -64,7 +64,7 @@ def test_explain_why_pairs_do_not_fit(moe: Any) -> None:
         (("--all2all", "alltoall"), ("are for several ranks", "--ep")),
         (("--ep", "4", "--machine", "h2"), ("machine 'h2' is unknown", "h200")),
         (("--ep", "16"), ("8 experts are too few for ep_size 16",)),
-        (("--ep", "4", "--activation-format", "batched"), ("leave --activation-format out",)),
+        (("--ep", "4", "--activation-format", "batched"), ("--activation-format cannot",)),
     ],
 )
 def test_explain_refuses_ranks(moe: Any, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:

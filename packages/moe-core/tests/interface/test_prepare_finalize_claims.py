@@ -67,7 +67,7 @@ def test_every_reason_is_given() -> None:
             "needs top_k <= 1, got 2",
             "needs at most 2 ranks, got 4",
             "brings the standard activation format, the experts take batched",
-            "does not carry the numbers of LoRA adapters",
+            "does not transfer adapter_ids (LoRA)",
             "Choosy does not work behind narrow",
         ),
         strict=True,

@@ -1,4 +1,4 @@
-"""Layers over several GPUs whose results are added up by NCCL, calls that overlap, and a rank that is gone."""
+"""Layers over several GPUs whose partial sums are added by NCCL, calls that overlap, and a rank that is gone."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bits": (config({**CHANNEL, "num_bits": 6}), "group_0 has float6 weights, expected float8"),
     "int weights": (config({**CHANNEL, "type": "int"}), "group_0 has int8 weights, expected float8"),
     "no groups": ({"quant_method": "compressed-tensors"}, "config_groups is None, expected an object with groups"),
-    "no weights": (config(None), "no group of config_groups says how weights are quantized"),
+    "no weights": (config(None), "no group of config_groups has weights"),
     "a block of one": (config(args("block", block_structure=[128])), "block_structure is [128], expected [rows, col"),
     "bits as text": (config({**CHANNEL, "num_bits": "8"}), "weights: num_bits is '8', expected an integer"),
 }

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mixed": (MIXED, "quantized_layers is None, expected an object, since quant_algo is MIXED_PRECISION"),
     "mixed, other layers": (
         {**MIXED, "quantized_layers": {"model.layers.1": {"quant_algo": "FP8"}}},
-        f"quantized_layers names neither {PREFIX}.0.down_proj nor a part of the model that holds it",
+        f"quantized_layers has no entry for {PREFIX}.0.down_proj or a module that contains it",
     ),
     "mixed experts": (
         {

@@ -55,7 +55,7 @@ def test_a_relative_under_another_name(tmp_path: Path) -> None:
 def test_blocks_of_another_family(tmp_path: Path) -> None:
     """Whether rows lie in turns there is not known: refused, not guessed."""
     tensors = Experts().gpt_oss()
-    message = "model_type is 'qwen3_moe': whether gate and up rows lie in turns, as gpt-oss's, is not known"
+    message = "model_type is 'qwen3_moe': it is unknown whether gate and up rows are interleaved, as in gpt-oss"
     refused(tmp_path, tensors, QUANTIZATION, message, **SIZES, model_type="qwen3_moe")
 
 
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "two names": (
         lambda tensors: {**tensors, f"{DOWN}_weight_scale": tensors[f"{DOWN}_scales"].clone()},
-        f"{DOWN}_scales and {DOWN}_weight_scale are both there, expected one of them",
+        f"{DOWN}_scales and {DOWN}_weight_scale are both present, expected one of them",
     ),
     "zero points": (
         lambda tensors: {**tensors, f"{DOWN}_weight_zero_point": torch.ones(E, K, 2, dtype=torch.uint8)},

@@ -71,10 +71,8 @@ def test_reloading_another_activation_order():
     filled = "groups that are not all of 64 columns, filled up to 512 columns"
     with pytest.raises(TensorError) as caught:
         layer.copy_(least)
-    assert str(caught.value) == (
-        "w2 of the new weights has columns in an activation order (g_idx) of whole groups of 64, expected columns in "
-        f"an activation order (g_idx) of {filled}: the layer's memory is for these; make a new layer of the weights"
-    )
+    found = "w2 of the new weights has columns in an activation order (g_idx) of whole groups of 64, "
+    assert str(caught.value).startswith(f"{found}expected columns in an activation order (g_idx) of {filled}:")
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors())
     with pytest.raises(TensorError, match=r"\bw2 .*g_idx"):
         least.copy_(layer)

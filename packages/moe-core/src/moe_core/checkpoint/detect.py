@@ -120,7 +120,7 @@ def _ask(
     adapter = kind()
     found: object = adapter.resolve(quantization, layer)
     if not isinstance(found, ExpertLayout | str):
-        raise TypeError(f"resolve returned {found!r}, expected an ExpertLayout or a text")
+        raise TypeError(f"resolve returned {found!r}, expected an ExpertLayout or a string")
     return adapter, found
 
 

@@ -156,8 +156,8 @@ def _layout(checkpoint: Checkpoint, module: str, found: Mapping[str, str]) -> Qu
     detected = detect_format(checkpoint, layer)
     if not isinstance(detected.layout, QuantizedLayout):
         raise CheckpointError(
-            f"{checkpoint.path}: {module} is a linear layer of the format {detected.format.name}, "
-            "which reads experts alone"
+            f"{checkpoint.path}: {module} is a linear layer of the format {detected.format.name}, which "
+            "supports experts only"
         )
     return detected.layout
 
@@ -175,8 +175,7 @@ def _shape(layout: QuantizedLayout) -> tuple[int, int]:
             return shape
     details = "\n".join(error.message for error in refusals)
     raise CheckpointError(
-        f"{layer.checkpoint.path}: the tensors of {layer.prefix} fit no shape of a linear layer; the nearest: "
-        f"{refusals[0].message}",
+        f"{layer.checkpoint.path}: the tensors of {layer.prefix} do not form a linear layer: {refusals[0].message}",
         details=details,
     )
 

@@ -51,7 +51,7 @@ class ModelSettings:
         check_instance("activation_params", self.activation_params, ActivationParams, type(None))
         check_instance("assume", self.assume, bool)
         if self.activation_params is not None and self.activation is None:
-            raise ConfigError("activation_params go with activation, which is not given")
+            raise ConfigError("activation_params needs activation, which is None")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ def read_model(
     unread = unread_entries(entries, family, routing=settings.routing is None, activation=settings.activation is None)
     for key in unread:
         raise entries.error(
-            f"{key} is {entries.entries[key]!r}, which is not understood for model_type {entries.model_type!r}: "
+            f"{key} is {entries.entries[key]!r}, which is unknown for model_type {entries.model_type!r}: "
             f"{BY_HAND} or activation (--activation) that it stands for"
         )
 
@@ -119,7 +119,7 @@ def read_model(
     if settings.routing is None and reason is None:
         _check_router(entries, family, router, corrects=corrects)
     if corrects and router.correction is None:
-        raise router.missing(CORRECTION_BIASES, f"models of type {entries.model_type} choose experts with it")
+        raise router.missing(CORRECTION_BIASES, f"models of type {entries.model_type} need it")
     activation, params = _activation(entries, family, layer, settings)
     if family.expert_bias and not layer.has_bias:
         raise entries.error(f"experts of model_type {entries.model_type!r} have biases, but {layer.prefix} has none")
@@ -164,8 +164,8 @@ def _known(entries: ConfigKeys, settings: ModelSettings) -> Family | None:
     if family is None and not settings.assume and (settings.routing is None or settings.activation is None):
         found = f"model_type {model_type!r} is not known" if model_type else "has no model_type"
         raise entries.error(
-            f"{found}{did_you_mean(model_type, FAMILIES)}: give routing and activation (--routing, --activation), "
-            f"or accept what is guessed of them with assume=True (--assume)"
+            f"{found}{did_you_mean(model_type, FAMILIES)}: pass routing and activation (--routing, "
+            "--activation), or accept assumed ones with assume=True (--assume)"
         )
     return family
 
@@ -225,13 +225,13 @@ def _check_router(entries: ConfigKeys, family: Family, router: RouterTensors, *,
     if family_of(model_type) is None:
         return
     if family.router_bias and router.bias is None and router.weight is not None:
-        raise router.missing(BIASES, f"routers of models of type {model_type} have it")
+        raise router.missing(BIASES, f"models of type {model_type} need it")
     spare = router.bias if not family.router_bias else None
     if not family.correction_bias:
         spare = spare or router.correction
     if spare is not None:
         raise entries.error(
-            f"{spare} is not understood: routers of model_type {model_type!r} have no such tensor: {BY_HAND}"
+            f"{spare} is unknown: routers of model_type {model_type!r} have no such tensor: {BY_HAND}"
         )
 
 

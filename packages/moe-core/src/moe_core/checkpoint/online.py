@@ -93,7 +93,7 @@ class OnlineLayout(ExpertLayout):
                     whole[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
                 whole[name][start : start + len(chosen)].copy_(tensor)
         if not whole:
-            raise CheckpointError(f"{self.layer.prefix}: no expert was asked for")
+            raise CheckpointError(f"{self.layer.prefix}: experts is empty, expected at least one")
         return MoEWeights(weight_key=self.weight_key, activation_key=self.activation_key, **whole)
 
 

@@ -112,7 +112,7 @@ class PlannedCheckpoint(Checkpoint):
             buffer[:] = bytes_of(found.contiguous())
 
     def read_spans(self, spans: Iterable[Span]) -> None:
-        raise CheckpointError(f"{self.path} holds config.json and no weights to read")
+        raise CheckpointError(f"{self.path} has config.json but no weights to read")
 
 
 def plan(folder: Path, read: Callable[[Checkpoint], LayerSource]) -> PlannedCheckpoint:
@@ -152,7 +152,7 @@ def plan(folder: Path, read: Callable[[Checkpoint], LayerSource]) -> PlannedChec
     if told is not None:
         raise told
     raise CheckpointError(
-        f"{folder} holds no weights, and config.json alone does not tell how they are stored: {errors[0].message}",
+        f"{folder} has no weights, and config.json alone does not state how they are stored: {errors[0].message}",
         details="\n".join(dict.fromkeys(error.message for error in errors)),
     )
 
@@ -202,7 +202,7 @@ def moe_layers(entries: ConfigKeys) -> list[int]:
             if at >= dense and at not in apart and (at + 1) % max(step, 1) == 0 and at % max(every, 1) == 0
         ]
     if not found:
-        raise entries.error("states no layer that has experts")
+        raise entries.error("does not state a layer with experts")
     return found
 
 

@@ -150,14 +150,14 @@ class Checkpoint:
             stack = DEFAULT_STACKS.get(kind) if isinstance(kind, str) else None
             if stack not in self._stacks:
                 raise CheckpointError(
-                    f"{self.path} has experts in several stacks of layers: "
-                    f"name the one that is meant, stack (--stack) {' or '.join(sorted(self._stacks))}"
+                    f"{self.path} has experts in several stacks of layers: pass stack (--stack), one of "
+                    f"{' or '.join(sorted(self._stacks))}"
                 )
         if stack is None:
             stack = next(iter(self._stacks), "")
         elif stack not in self._stacks:
             there = ", ".join(self._stacks) or "none"
-            raise CheckpointError(f"{self.path}: no experts lie under {stack!r}; there are {there}")
+            raise CheckpointError(f"{self.path}: stack {stack!r} has no experts; expected one of {there}")
         if stack not in self._layers:
             self._layers[stack] = by_layer(self._stacks.get(stack, {}).values(), self.path)
         return self._layers[stack]
@@ -321,7 +321,7 @@ class Checkpoint:
             shape = shape[1:]
         if (out.dtype, tuple(out.shape)) != (info.dtype, shape):
             raise CheckpointError(
-                f"{name} in {info.file} is {info}, which is not read into {out.dtype} {list(out.shape)}"
+                f"{name} in {info.file} is {info}, which does not match the destination {out.dtype} {list(out.shape)}"
             )
         self._file(name).read_into(name, out, index)
 
@@ -421,7 +421,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     content = load_object(index, most=MAX_INDEX_BYTES)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map that names a file for each tensor")
+        raise CheckpointError(f"{index} has no weight_map from tensors to files")
     shards: dict[str, Path] = {}
     holds: dict[Path, str] = {}
     files: dict[str, Path] = {}

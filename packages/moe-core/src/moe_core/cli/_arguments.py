@@ -226,7 +226,9 @@ def request_of(args: argparse.Namespace) -> tuple[FusedMoEConfig, QuantKey | Non
     online = None if args.quantize is None else registry().online(args.quantize)
     if online is not None:
         if args.weight_key is not None or args.activation_key is not None or args.scheme not in (None, online.scheme):
-            raise ConfigError(f"--quantize {online.name} says the scheme ({online.scheme}) and the keys by itself")
+            raise ConfigError(
+                f"--quantize {online.name} implies the scheme ({online.scheme}) and the keys; leave them out"
+            )
         args.scheme = online.scheme
     experts, top_k, hidden, inter = args.shape
     config = FusedMoEConfig(

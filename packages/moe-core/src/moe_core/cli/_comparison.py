@@ -67,8 +67,8 @@ def compare(data: dict[str, Any], earlier: dict[str, Any], path: Path) -> None:
     for name in SAME:
         if data[name] != earlier.get(name):
             raise ConfigError(
-                f"--compare {path}: {name} is {earlier.get(name)!r} there, {data[name]!r} here: two layers' times say "
-                "nothing of each other"
+                f"--compare {path}: {name} is {earlier.get(name)!r} there, {data[name]!r} here: times of "
+                "different layers cannot be compared"
             )
     then = {(result["backend"], result["tokens"]): result for result in earlier["results"]}
     data["compared_with"] = {

@@ -118,7 +118,7 @@ def _random_weights(
     from moe_core.selection.memory import specimen
 
     if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
-        raise ConfigError("activation order and factors of inputs can't be made up: give a checkpoint folder")
+        raise ConfigError("activation order and pre-scales cannot be generated: pass a checkpoint folder")
     # Check the size before experts are made that can never fit.
     needed = sum(tensor.nbytes for _, tensor in specimen(config, weight_key, activation_key, "meta").tensors())
     on_gpu = device.type == "cuda"

@@ -84,13 +84,13 @@ def check_spares(path: Path, checkpoint: Path | None, given: Path | None = None)
         return
     target = Path(os.path.realpath(path))
     if given is not None and target == Path(os.path.realpath(given)):
-        raise ConfigError(f"{path} is the input itself; it is never replaced")
+        raise ConfigError(f"{path} is the input; it is never overwritten")
     if checkpoint is None:
         return
     # Files of download caches are links to files outside of the folder.
     linked = {Path(os.path.realpath(file)) for file in checkpoint.iterdir()}
     if target in linked or target.is_relative_to(os.path.realpath(checkpoint)):
-        raise ConfigError(f"{path} is a file of the checkpoint itself; files in its folder are never replaced")
+        raise ConfigError(f"{path} is in the checkpoint folder; its files are never overwritten")
 
 
 @contextlib.contextmanager

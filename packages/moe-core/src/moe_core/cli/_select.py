@@ -89,9 +89,7 @@ def select_over_ranks(
     from moe_core.selection.registry import registry
 
     if getattr(args, "activation_format", "standard") == "batched":
-        raise ConfigError(
-            "prepare/finalize says the format of the tokens: leave --activation-format out beside --tp and --ep"
-        )
+        raise ConfigError("--activation-format cannot be combined with --tp or --ep: prepare/finalize determines it")
     oracle = registry().oracle(scheme)
     backend = args.backend or "auto"
     try:

@@ -98,10 +98,10 @@ def check_origin(args: argparse.Namespace) -> None:
         }
         given = next((option for option, value in about.items() if value is not None), None)
         if given is not None:
-            raise ConfigError(f"--{given} is for a checkpoint folder, and none is given")
+            raise ConfigError(f"--{given} needs a checkpoint folder")
         return
     if args.shape is not None or args.scheme is not None:
-        raise ConfigError("the layer is one of a checkpoint folder, or described by --scheme and --shape, not both")
+        raise ConfigError("a checkpoint folder cannot be combined with --scheme and --shape")
     if args.weight_key is not None or args.bias:
         raise ConfigError(
             f"{'--bias' if args.weight_key is None else '--weight-key'} describes a layer of --scheme and --shape; "

@@ -34,7 +34,9 @@ class Placement:
         sides: tuple[object, ...] = (self.before, self.after)
         for side in sides:
             if not isinstance(side, tuple) or not all(isinstance(name, str) for name in side):
-                raise ConfigError(f"a placement names backends in tuples, e.g. before=('triton',), got {side!r}")
+                raise ConfigError(
+                    f"before and after must be tuples of backend names, e.g. before=('triton',), got {side!r}"
+                )
 
     @property
     def names(self) -> set[str]:

@@ -37,8 +37,8 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise TensorError(
-                f"{name} requires grad, and the experts are for inference only: they compute no gradients; "
-                f"call them under torch.no_grad(), or pass {name}.detach()"
+                f"{name} requires grad, but the experts are for inference only; call them under torch.no_grad(), "
+                f"or pass {name}.detach()"
             )
 
 
@@ -197,7 +197,7 @@ def check_call(
         check_map(expert_map, config, device)
     if adapter_ids is not None:
         if lora is None:
-            raise ConfigError("adapter_ids are given, and the layer has no adapters: set its kernel's lora")
+            raise ConfigError("adapter_ids is given, but the layer has no adapters: set lora of its kernel")
         check_argument("adapter_ids", adapter_ids, shape[:1], (torch.int32,), device)
 
 

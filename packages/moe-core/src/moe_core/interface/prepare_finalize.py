@@ -217,7 +217,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
                 f"{config.activation_format.value}"
             )
         if config.is_lora_enabled and not cls.lora:
-            found.append("does not carry the numbers of LoRA adapters")
+            found.append("does not transfer adapter_ids (LoRA)")
         if experts is not None:
             if experts.is_monolithic and not cls.monolithic:
                 found.append(f"{experts.__name__} routes by itself, after tokens have been moved")
@@ -265,7 +265,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         Raises:
             ConfigError: The placement does not fit, or the class has none.
         """
-        raise ConfigError(f"{type(self).__name__} sends no tokens to other ranks")
+        raise ConfigError(f"{type(self).__name__} does not send tokens to other ranks")
 
     @classmethod
     def unavailable(cls, groups: ParallelGroups, device: torch.device, own: list[str]) -> list[str]:

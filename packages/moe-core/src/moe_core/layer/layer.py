@@ -142,7 +142,7 @@ class FusedMoELayer(nn.Module):
         if self.expert_map is not None and self.expert_map.device.type != "meta":
             place, local = int(self.expert_map.max()), self.config.local_experts
             if place >= local:
-                raise TensorError(f"expert_map names place {place}, expected -1 or one of {local} places here, from 0")
+                raise TensorError(f"expert_map contains {place}, expected -1 or a local expert from 0 to {local - 1}")
             self._check_placed(self.expert_map)
 
     def _check_placed(self, expert_map: Tensor) -> None:
@@ -152,8 +152,9 @@ class FusedMoELayer(nn.Module):
             return
         if not torch.equal(expert_map.cpu(), movement.placement.expert_map(rank)):
             raise ConfigError(
-                f"expert_map says that ep_rank {rank} holds the experts {self._mapped()}, and tokens are sent to it "
-                f"for {list(movement.placement.ranks[rank])}: give the placement= that the experts were chosen by"
+                f"expert_map says that ep_rank {rank} holds the experts {self._mapped()}, but tokens are sent to "
+                f"it for {list(movement.placement.ranks[rank])}: pass the placement= from which the experts were "
+                "selected"
             )
 
     def _mapped(self) -> list[int] | None:
@@ -288,7 +289,7 @@ class FusedMoELayer(nn.Module):
     def _own_routing(self) -> RoutingConfig:
         if self.routing is None:
             why = self.routing_reason or "its config has no routing="
-            raise ConfigError(f"the layer has no routing: give topk_weights and topk_ids; {why}")
+            raise ConfigError(f"the layer has no routing: pass topk_weights and topk_ids; {why}")
         return self.routing
 
     def forward(
@@ -340,7 +341,9 @@ class FusedMoELayer(nn.Module):
         chosen = self._routed(x, router_logits, topk_weights, topk_ids)
         if isinstance(chosen, Tensor):
             if adapter_ids is not None:
-                raise ConfigError(f"{self.selection.backend} routes by itself and applies no LoRA adapters")
+                raise ConfigError(
+                    f"{self.selection.backend} is monolithic (it routes itself) and does not support LoRA adapters"
+                )
             out = self.kernel.apply_monolithic(
                 x, router_logits=chosen, correction_bias=self.correction_bias, expert_map=self.expert_map
             )
@@ -388,7 +391,9 @@ class FusedMoELayer(nn.Module):
         check_width(hidden_states, self.config)
         chosen = self._routed(hidden_states, router_logits, topk_weights, topk_ids)
         if isinstance(chosen, Tensor):
-            raise ConfigError(f"{self.selection.backend} routes by itself: its calls have no steps, call the layer")
+            raise ConfigError(
+                f"{self.selection.backend} is monolithic (it routes itself) and has no separate steps; call the layer"
+            )
         return self.kernel.start(
             hidden_states,
             topk_weights=chosen[0],
@@ -404,7 +409,7 @@ class FusedMoELayer(nn.Module):
         """Return (topk_weights, topk_ids), given or computed; the logits for monolithic experts."""
         if (topk_weights is None) != (topk_ids is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
-            raise TensorError(f"{missing} is missing: topk_weights and topk_ids go together")
+            raise TensorError(f"{missing} is missing: pass both topk_weights and topk_ids")
         if topk_weights is not None and topk_ids is not None:
             return topk_weights, topk_ids
         self._own_routing()
@@ -496,7 +501,7 @@ class FusedMoELayer(nn.Module):
             if quantized:
                 weights = completed(weights, self.selection, self.config, self.weights.quant_config)
         elif layer is not None:
-            raise ConfigError("layer= goes with a checkpoint; canonical weights are one layer's")
+            raise ConfigError("layer= needs a checkpoint; canonical weights are those of one layer")
         if weights.weight_key is None:
             weights = quantize_like(weights, self.config, self.selection, self.request.online, self.weights)
         self._check_keys(weights)

@@ -37,8 +37,8 @@ def recipe_of(selection: Selection) -> OnlineQuantization:
         raise ConfigError("the layer's weights are in 16 bits: they are not quantized")
     if key.pre_scaled:
         raise ConfigError(
-            f"16-bit weights cannot be quantized as {key}: its smoothing factors come from a checkpoint; reload one of "
-            "the layer's own format"
+            f"16-bit weights cannot be quantized as {key}: it needs smoothing factors from a checkpoint; "
+            "reload a checkpoint of the layer's format"
         )
     plain = replace(key, permuted=False)
     known = (registry().online(name) for name in registry().online_names())

@@ -61,9 +61,8 @@ def leave_out(destination: Any, prefix: str) -> None:
     metadata: dict[str, dict[str, Any]] = getattr(destination, "_metadata", {})
     if not any(entry.get(_LEFT_OUT) for entry in metadata.values()):
         warnings.warn(
-            "state_dict() leaves out the experts that moe_core runs: they are in a backend's layout, which no "
-            "checkpoint has. Keep the checkpoint that they came from; within moe_core.experts_left_out(model) there is "
-            "no warning",
+            "state_dict() leaves out the experts that moe_core runs: their backend's layout is not a "
+            "checkpoint format. Keep their checkpoint; moe_core.experts_left_out(model) disables this warning",
             ExpertsLeftOutWarning,
             stacklevel=3,
         )
@@ -130,7 +129,7 @@ def experts_of(
     for name, tensor in tensors.items():
         parsed = parse_name(f"layers.0.experts.{name}")
         if parsed is None or parsed.suffix not in ("weight", "bias") or not tensor.dtype.is_floating_point:
-            raise ConfigError(f"{name} is not the name of 16-bit experts, nor of canonical weights")
+            raise ConfigError(f"{name} is neither a tensor of 16-bit experts nor of canonical weights")
         if tensor.element_size() == 1:
             raise ConfigError(f"{name} is {tensor.dtype}, expected experts in 16 bits")
         key = parsed.projection, parsed.suffix
@@ -143,7 +142,7 @@ def experts_of(
         several[parsed.expert] = tensor
     stacked = any(isinstance(tensor, Tensor) for tensor in found.values())
     if stacked and form is None and config.w13_rows == config.intermediate_size == config.hidden_size:
-        raise ConfigError("square matrices do not tell how stacked experts are laid out: give w13 and w2")
+        raise ConfigError("the layout of stacked experts is ambiguous for square matrices: pass w13 and w2")
     whole: dict[tuple[str, str], Tensor] = {}
     for key, held in found.items():
         if isinstance(held, Tensor):
@@ -166,7 +165,9 @@ def _stacked(whole: dict[tuple[str, str], Tensor], config: FusedMoEConfig, form:
             if len(there) != len(parts):
                 if suffix == "bias" and not there:
                     continue
-                raise ConfigError(f"{suffix} of {' and '.join(projections)} is missing: experts are replaced whole")
+                raise ConfigError(
+                    f"{suffix} of {' and '.join(projections)} is missing: pass all tensors of the experts"
+                )
             if form.transposed and suffix == "weight":
                 there = [part.mT for part in there]
             if form.interleaved and projections == ("gate_up",):
@@ -174,11 +175,11 @@ def _stacked(whole: dict[tuple[str, str], Tensor], config: FusedMoEConfig, form:
             made[name] = torch.cat(there, dim=1) if len(there) > 1 else there[0]
     if whole:
         projection, suffix = next(iter(whole))
-        raise ConfigError(f"{suffix} of {projection} has no place in experts with {' and '.join(first)} and down")
+        raise ConfigError(f"{suffix} of {projection} does not belong to experts with {' and '.join(first)} and down")
     return _made(made, None, None)
 
 
 def _made(tensors: dict[str, Any], weight_key: QuantKey | None, activation_key: QuantKey | None) -> MoEWeights:
     if "w2" not in tensors:
-        raise ConfigError("w2 is missing: experts are replaced whole")
+        raise ConfigError("w2 is missing: pass all tensors of the experts")
     return MoEWeights(weight_key=weight_key, activation_key=activation_key, **tensors)

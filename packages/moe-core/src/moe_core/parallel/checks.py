@@ -29,4 +29,4 @@ def check_placed(groups: ParallelGroups | None, placement: ExpertPlacement | Non
     if placement is not None:
         check_placement(placement)
         if groups is None:
-            raise ConfigError("placement= says which ranks experts are on: give the groups= of these ranks, too")
+            raise ConfigError("placement= needs groups=: pass the groups of its ranks, too")

@@ -77,11 +77,13 @@ def shard_layer(
     check_instance("plan", plan, ShardPlan, type(None))
     weights.validate(config)
     if config.local_experts != config.num_experts:
-        raise ConfigError(f"the layer has {config.local_experts} of {config.num_experts} experts, expected a whole one")
+        raise ConfigError(
+            f"num_local_experts is {config.local_experts}, expected all {config.num_experts} experts of the layer"
+        )
     if config.parallel.tp_size > 1:
         raise ConfigError(
-            f"config.parallel says that the layer is tensor-parallel rank {config.parallel.tp_rank}'s part of "
-            f"{config.parallel.tp_size}, {config.intermediate_size} columns, expected a whole one (tp_size 1)"
+            f"the layer is shard {config.parallel.tp_rank} of tp_size {config.parallel.tp_size} with "
+            f"{config.intermediate_size} columns, expected an unsharded layer (tp_size 1)"
         )
     if experts is None:
         chosen = local_expert_range(config.num_experts, parallel)

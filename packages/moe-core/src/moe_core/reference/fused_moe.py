@@ -82,7 +82,7 @@ def fused_moe_reference(
     check_shape("topk_weights", topk_weights, (x.shape[0], config.top_k))
     check_dtype("topk_ids", topk_ids, (torch.int32, torch.int64))
     if dtype not in (torch.float64, torch.float32):
-        raise TensorError(f"the reference is computed in float64 or float32, got {dtype}")
+        raise TensorError(f"dtype of the reference must be float64 or float32, got {dtype}")
     weights.validate(config)
     wide = dtype if compute_dtype is None else torch.float32
     steps = Steps(weights, config, wide, compute_dtype, weights.activation_key if quantize_activations else None)

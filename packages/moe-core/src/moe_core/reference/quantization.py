@@ -609,7 +609,7 @@ def _exponents(amax: Tensor, key: QuantKey) -> Tensor:
     """e8m0 codes of float32 ``amax`` for a key that rounds "down" or "even"."""
     mantissa, exponent = key.dtype.mantissa_bits, math.frexp(key.dtype.max_value)[1] - 1
     if not mantissa or not is_e8m0(key.scale.dtype):
-        raise ConfigError(f"scales are rounded 'up' but for float codes with e8m0 scales, the key is {key}")
+        raise ConfigError(f"rounding must be 'up' except for float codes with e8m0 scales, but the key is {key}")
     bits = amax.view(torch.int32)
     if key.scale.rounding == "even":
         # Half of the last place of a code's mantissa.
@@ -721,7 +721,7 @@ def _pack(codes: Tensor, key: QuantKey) -> Tensor:
     count = packing.values_per_word
     size = codes.shape[along]
     if packing.axis == "n" and size % count:
-        raise TensorError(f"{size} rows don't fill words of {count} values")
+        raise TensorError(f"q has {size} rows, expected a multiple of {count}, the values per packed word")
     missing = -size % count
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))

@@ -96,7 +96,7 @@ class ExpertMover:
         self._agree(kernel.weights)
         if expert_map is None and self._size > 1 and not self._mapped:
             raise ConfigError(
-                "calls of this kernel bring an expert map, which must follow the experts: give it as expert_map= "
+                "calls of this kernel pass an expert map, which must follow the experts: pass it as expert_map= "
                 "(layer.expert_map of a layer)"
             )
 
@@ -244,8 +244,8 @@ class ExpertMover:
         others = [rank for rank, found in enumerate(numbers[1::2]) if found != stamp]
         if others:
             raise ConfigError(
-                f"ep_rank {', '.join(map(str, others))} was asked for another placement than ep_rank {self._rank}; the "
-                "placement stays as it was"
+                f"ep_rank {', '.join(map(str, others))} received another placement than ep_rank {self._rank}; the "
+                "placement is unchanged"
             )
         bad = [rank for rank, flag in enumerate(numbers[::2]) if flag]
         if bad:
@@ -268,7 +268,7 @@ class ExpertMover:
             if used != placement:
                 raise ConfigError(f"the placement is {placement}, that of the layer's kernel {used}")
         if kernel.lora is not None:
-            raise ConfigError("the layer has LoRA adapters, whose experts cannot be moved: place experts without them")
+            raise ConfigError("experts of a layer with LoRA adapters cannot be moved")
 
     def _check_fits(self, new: ExpertPlacement) -> None:
         new.aligned(self._placement)
@@ -278,8 +278,8 @@ class ExpertMover:
             )
         if new.has_replicas and not self._mapped:
             raise ConfigError(
-                "the layer has an expert map alone, which cannot say which of an expert's replicas takes a token: make "
-                "it with groups= and placement="
+                "the layer has an expert map, which cannot select among an expert's replicas: create it with "
+                "groups= and placement="
             )
 
     def _agree(self, weights: KernelWeights) -> None:

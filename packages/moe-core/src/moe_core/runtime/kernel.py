@@ -93,24 +93,27 @@ class FusedMoEKernel:
                 raise ConfigError(f"{type(experts).__name__} is modular and needs prepare_finalize")
             if prepare_finalize.activation_format is not experts.activation_format:
                 raise ConfigError(
-                    f"{type(prepare_finalize).__name__} brings the {prepare_finalize.activation_format.value} format, "
-                    f"{type(experts).__name__} takes {experts.activation_format.value}"
+                    f"{type(prepare_finalize).__name__} returns activations in the "
+                    f"{prepare_finalize.activation_format.value} format, but {type(experts).__name__} takes "
+                    f"{experts.activation_format.value}"
                 )
             key = experts.activation_key
             if prepare_finalize.empty_rows and key is not None and key.group_shape.is_per_tensor and not key.is_static:
                 raise ConfigError(
-                    f"{type(prepare_finalize).__name__} brings rows that no token is in, and a scale that all rows "
-                    f"share would span them: activations are {key}"
+                    f"{type(prepare_finalize).__name__} passes padding rows, which one scale over all rows would "
+                    f"include: activation_key {key} is not supported"
                 )
         elif prepare_finalize is not None and (not prepare_finalize.monolithic or prepare_finalize.maps_experts):
             raise ConfigError(
-                f"{type(experts).__name__} is monolithic and takes no prepare_finalize but one that only adds up what "
-                f"ranks computed, got {type(prepare_finalize).__name__}"
+                f"{type(experts).__name__} is monolithic: prepare_finalize may only add partial sums of ranks, "
+                f"got {type(prepare_finalize).__name__}"
             )
         if experts.config.is_lora_enabled and prepare_finalize is not None and not prepare_finalize.lora:
-            raise ConfigError(f"{type(prepare_finalize).__name__} does not carry the numbers of LoRA adapters")
+            raise ConfigError(f"{type(prepare_finalize).__name__} does not transfer adapter_ids (LoRA)")
         if experts.config.batch_invariant and prepare_finalize and not prepare_finalize.claims.batch_invariant:
-            raise ConfigError(f"{type(prepare_finalize).__name__} does not claim to be batch invariant, the layer is")
+            raise ConfigError(
+                f"{type(prepare_finalize).__name__} does not claim batch invariance, which the layer requires"
+            )
         self.experts = experts
         self.prepare_finalize = prepare_finalize
         self.weights = weights
@@ -216,8 +219,8 @@ class FusedMoEKernel:
         here = versions_of(kept["experts"])
         if made_by != here:
             raise ConfigError(
-                f"the layer was written by {_named(made_by)}, this is {_named(here)}: layouts of weights belong to one "
-                "version; load the layer from its checkpoint"
+                f"the layer was written by {_named(made_by)}, this is {_named(here)}: weight layouts can change "
+                "between versions; load the layer from its checkpoint"
             )
         self.__dict__.update(kept)
         self._captured_workspaces = ()
@@ -356,7 +359,7 @@ class FusedMoEKernel:
         """
         _, movement = self.modular_parts()
         if is_fake(hidden_states):
-            raise TensorError("hidden_states has no values (FakeTensorMode): calls in steps need some, call apply")
+            raise TensorError("hidden_states has no values (FakeTensorMode), which separate steps need; call apply")
         output = self._checked_call(hidden_states, topk_weights, topk_ids, expert_map, adapter_ids, output)
         partial = output if movement.sums_in_place else torch.empty_like(hidden_states)
         routing = _routing(topk_weights, topk_ids, expert_map, adapter_ids, tokens_per_rank)
@@ -370,7 +373,10 @@ class FusedMoEKernel:
         """
         experts, movement = self.experts, self.prepare_finalize
         if experts.is_monolithic or movement is None:
-            raise ConfigError(f"{type(experts).__name__} routes by itself: call apply_monolithic(x, router_logits=...)")
+            raise ConfigError(
+                f"{type(experts).__name__} is monolithic (it routes itself): call apply_monolithic(x, "
+                "router_logits=...)"
+            )
         modular: Any = experts  # isinstance with an abstract class takes longer
         return modular, movement
 
@@ -452,7 +458,10 @@ class FusedMoEKernel:
             ConfigError: The experts are modular.
         """
         if not isinstance(self.experts, FusedMoEExpertsMonolithic):
-            raise ConfigError(f"{type(self.experts).__name__} does not route: call apply(x, topk_weights=, topk_ids=)")
+            raise ConfigError(
+                f"{type(self.experts).__name__} is not monolithic (it does not route): call apply(x, "
+                "topk_weights=, topk_ids=)"
+            )
         if torch.is_grad_enabled():
             refuse_gradients(
                 hidden_states=hidden_states,
@@ -754,8 +763,8 @@ def _refuse_export() -> None:
     # The flag that `is_exporting` returns: in torch 2.11 torch.compile evaluates a call of that function to True.
     if getattr(torch.compiler, "_is_exporting_flag", False):
         raise ConfigError(
-            "torch.export can't hold the experts: the graph names their kernel by a number of this process, and they "
-            "are no parameters; use torch.compile"
+            "torch.export does not support the experts: the graph refers to their kernel by an id of this "
+            "process, and they are not parameters; use torch.compile"
         )
 
 

@@ -61,7 +61,7 @@ def check_converted(weights: object, selection: Selection) -> None:
         return
     differ = [name for name, one, other in zip(_Layer._fields, layer, wanted, strict=True) if one != other]
     raise ConfigError(
-        "the weights were converted for another layer than the selection is of: "
+        "the weights were converted for another layer than the selected one: "
         + ", ".join(f"{name} {getattr(layer, name)}, selected {getattr(wanted, name)}" for name in differ)
     )
 

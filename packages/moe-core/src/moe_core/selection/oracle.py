@@ -277,7 +277,7 @@ class Oracle:
             if isinstance(reason, str):
                 raise ConfigError(reason)
             if reason is not None:
-                raise TypeError(f"reason_against returned {reason!r}, expected a text or None")
+                raise TypeError(f"reason_against returned {reason!r}, expected a string or None")
             if spec.order is None:
                 return own
             found = tuple(spec.order(own, request.device, request.config, *keys))
@@ -324,7 +324,7 @@ class Oracle:
         """
         check_instance("selection", selection, Selection)
         if (weights is None) == (not tensors):
-            raise TensorError("give either canonical weights or their tensors by name")
+            raise TensorError("pass either canonical weights or their tensors by name")
         if weights is not None and not isinstance(weights, MoEWeights):
             raise TensorError(f"weights is {type(weights).__name__}, expected canonical weights: MoEWeights(w13=…)")
         if weights is None:
@@ -343,8 +343,8 @@ class Oracle:
             )
         elif (weights.weight_key, weights.activation_key) != (selection.weight_key, selection.activation_key):
             raise TensorError(
-                f"the weights are {weights.weight_key} with activations {weights.activation_key}, "
-                f"the selection was made for {selection.weight_key} with {selection.activation_key}"
+                f"the weights have the keys {weights.weight_key} and {weights.activation_key}, but the selection "
+                f"is for {selection.weight_key} and {selection.activation_key}"
             )
         weights.validate(selection.config)
         converted = self.make_experts(selection).convert(weights.detached().row_major())
@@ -421,7 +421,7 @@ class Oracle:
             warnings.warn(f"{self.scheme}: {selection.report.fallback}", FallbackWarning, stacklevel=2)
         experts = self.make_experts(selection)
         if prepare_finalize is not None and (groups is not None or placement is not None):
-            raise ConfigError("give either prepare_finalize= or groups= and placement=, which make one")
+            raise ConfigError("prepare_finalize= cannot be combined with groups= or placement=, which create one")
         check_placed(groups, placement)
         if prepare_finalize is not None:
             groups, placement = prepare_finalize.groups, prepare_finalize.placement
@@ -460,7 +460,7 @@ def _candidate(backend: Backend, experts: type[FusedMoEExperts], request: Reques
     keys = request.weight_key, request.activation_key
     reasons: object = experts.unsupported_reasons(request.config, *keys, request.device, request.environment)
     if not isinstance(reasons, (list, tuple)) or not all(isinstance(reason, str) for reason in reasons):
-        raise TypeError(f"unsupported_reasons returned {reasons!r}, expected texts in a list")
+        raise TypeError(f"unsupported_reasons returned {reasons!r}, expected a list of strings")
     claims = experts.claims
     return Candidate(
         backend.name,

@@ -414,7 +414,9 @@ def _checked_scheme(name: str, found: object) -> SchemeSpec:
     check_api("format_api", found.format_api, required=bool(found.formats))
     check_api("kernel_api", found.kernel_api, required=False)
     if "." in name:
-        raise RegistryError(f"is named {name!r}, expected a name without dots: others add <scheme>.<name> to it")
+        raise RegistryError(
+            f"is named {name!r}, expected a name without dots, since backends are named <scheme>.<name>"
+        )
     if found.name != name:
         raise RegistryError(f"is the scheme {found.name!r}, its entry point is named {name!r}")
     for name in ("order", "reason_against"):

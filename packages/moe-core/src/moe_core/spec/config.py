@@ -204,8 +204,8 @@ class FusedMoEParallelConfig:
         if self.dp_size not in known:
             sizes = " or ".join(map(str, sorted(known)))
             raise ConfigError(
-                f"dp_size is {self.dp_size}, expected {sizes}: the {self.world_size} ranks of the layer bring one "
-                "batch of tokens together, one for each expert-parallel rank, or one each"
+                f"dp_size is {self.dp_size}, expected {sizes}: the {self.world_size} ranks of the layer share one "
+                "batch of tokens, or have one per expert-parallel rank, or one each"
             )
         sharing, rank = known[self.dp_size]
         if self.dp_rank != rank:

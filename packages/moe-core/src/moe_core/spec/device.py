@@ -72,7 +72,7 @@ class DeviceInfo:
             ConfigError: The name is unknown.
         """
         if not isinstance(text, str):
-            raise ConfigError(f"a device is a name (sm90, gfx942, h200, cpu), got {text!r}")
+            raise ConfigError(f"device must be a name (sm90, gfx942, h200, cpu), got {text!r}")
         card, name = card_of(text), plain_name(text)
         if card is not None:
             return CARDS[card.name]
@@ -106,15 +106,15 @@ class DeviceInfo:
             return _KNOWN["cpu"]
         if device.type == "xpu":
             if not torch.xpu.is_available():
-                raise ConfigError(f"device {device} was asked for, but torch {torch.__version__} sees no XPU here")
+                raise ConfigError(f"device {device} is requested, but torch {torch.__version__} sees no XPU here")
             return DeviceInfo("xpu", "xpu", torch.xpu.get_device_name(device))
         if device.type != "cuda":
             raise ConfigError(f"device {device} is not known; expected cpu, cuda or xpu")
         if not torch.cuda.is_available():
-            raise ConfigError(f"device {device} was asked for, but torch {torch.__version__} sees no GPU here")
+            raise ConfigError(f"device {device} is requested, but torch {torch.__version__} sees no GPU here")
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(f"device {device} was asked for, but torch sees {count} GPUs here, from cuda:0")
+            raise ConfigError(f"device {device} is requested, but torch sees {count} GPUs, from cuda:0")
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             arch = properties.gcnArchName.split(":")[0]

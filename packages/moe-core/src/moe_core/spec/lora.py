@@ -100,7 +100,7 @@ class LoRAWeights(TensorRecord):
         except (RuntimeError, MemoryError, OverflowError) as error:
             raise ConfigError(
                 f"max_loras={config.max_loras} adapters of rank max_lora_rank={config.max_lora_rank} take "
-                f"{size / 2**30:,.1f} GiB on {where}, which has no room for them"
+                f"{size / 2**30:,.1f} GiB on {where}, which does not have that much free memory"
             ) from error
 
     def to(self, device: torch.device | str) -> LoRAWeights:
@@ -143,9 +143,7 @@ class LoRAWeights(TensorRecord):
         """
         check_instance("config", config, FusedMoEConfig)
         if not config.is_lora_enabled:
-            raise ConfigError(
-                "the layer's config says is_lora_enabled=False: no backend was chosen that applies adapters"
-            )
+            raise ConfigError("the layer's config has is_lora_enabled=False: its backend does not apply adapters")
         expected = lora_shapes(config)
         for name, tensor in self.tensors():
             check_shape(name, tensor, expected[name])
@@ -217,7 +215,7 @@ class LoRAWeights(TensorRecord):
 
     def _check_adapter(self, adapter: int) -> None:
         if type(adapter) is not int or not 0 <= adapter < self.num_adapters:
-            raise TensorError(f"adapter {adapter!r} is out of range: there are places 0 to {self.num_adapters - 1}")
+            raise TensorError(f"adapter {adapter!r} is out of range, expected 0 to {self.num_adapters - 1}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -352,7 +352,7 @@ def _fp8_keys(
         raise ConfigError("a1_scale is static, per_act_token_quant asks for dynamic scales per token")
     is_e8m0 = w1_scale.dtype is torch.uint8
     if block_shape is None and is_e8m0:
-        raise ConfigError("uint8 e8m0 scales are those of blocks ((1, 32) is MXFP8): block_shape is missing")
+        raise ConfigError("block_shape is missing, but uint8 e8m0 scales need one: (1, 32) for MXFP8")
     if block_shape is not None:
         if tuple(block_shape) == (1, 32):
             if not is_e8m0:
@@ -449,7 +449,7 @@ def int8_w8a8_moe_quant_config(
     """
     tensors = tensor_arguments(locals())
     if not per_act_token_quant and a1_scale is None:
-        raise ConfigError("int8 activations are dynamic per token, or static with a1_scale and a2_scale")
+        raise ConfigError("int8 activations must be dynamic per token, or static with both a1_scale and a2_scale")
     static = kInt8StaticTensorSym if a1_zp is None else kInt8StaticTensorAsym
     activation_key = kInt8DynamicTokenSym if a1_scale is None else static
     return make_quant_config(weight_key=kInt8StaticChannelSym, activation_key=activation_key, **tensors)

@@ -39,7 +39,7 @@ class GroupShape:
         for name, value in (("row", self.row), ("col", self.col)):
             check_instance(name, value, int)
             if value != -1 and value < 1:
-                raise ConfigError(f"a group extent is positive or -1 (all), got {self.row}x{self.col}")
+                raise ConfigError(f"group extents must be positive or -1 (all), got {self.row}x{self.col}")
 
     @property
     def is_per_tensor(self) -> bool:
@@ -94,7 +94,7 @@ class ScaleDesc:
 
     def __post_init__(self) -> None:
         if self.rounding not in ("up", "even", "down"):
-            raise ConfigError(f"scales are rounded 'up', 'even' or 'down', got {self.rounding!r}")
+            raise ConfigError(f"rounding must be 'up', 'even' or 'down', got {self.rounding!r}")
 
     def __str__(self) -> str:
         dtype = "e8m0" if self.dtype is torch.uint8 else str(self.dtype).removeprefix("torch.")
@@ -120,7 +120,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         if self.axis not in ("k", "n"):
-            raise ConfigError(f"packing axis is 'k' or 'n', got {self.axis!r}")
+            raise ConfigError(f"axis of the packing must be 'k' or 'n', got {self.axis!r}")
 
     def __str__(self) -> str:
         return f"{self.values_per_word} per {str(self.storage).removeprefix('torch.')} along {self.axis}"

@@ -94,11 +94,14 @@ class RoutingConfig:
         if self.scoring_func not in SCORING_FUNCS:
             raise ConfigError(f"scoring_func {self.scoring_func!r} is unknown; known: {', '.join(SCORING_FUNCS)}")
         if self.scoring_func == "none" and (self.renormalize or self.has_correction_bias or self.is_grouped):
-            raise ConfigError("scoring_func 'none' takes no renormalization, correction bias or groups")
+            raise ConfigError("scoring_func 'none' cannot be combined with renormalize, has_correction_bias or groups")
         if self.score_selected_only and (
             self.scoring_func not in ("softmax", "sigmoid") or self.has_correction_bias or self.is_grouped
         ):
-            raise ConfigError("score_selected_only goes with softmax or sigmoid, without correction bias or groups")
+            raise ConfigError(
+                "score_selected_only needs scoring_func softmax or sigmoid, and cannot be combined with "
+                "has_correction_bias or groups"
+            )
         if self.is_grouped:
             if self.topk_group is None:
                 raise ConfigError(f"num_expert_group {self.num_expert_group} needs topk_group")
@@ -171,7 +174,9 @@ class RoutingConfig:
             return RoutingConfig(custom=custom, routed_scaling_factor=routed_scaling_factor)
         pieces = {m: (*key, False) for key, m in _METHODS.items()} | _BIASED_METHODS
         if method not in pieces:
-            raise ConfigError(f"routing method {method.name} names no computation: give RoutingConfig its parts")
+            raise ConfigError(
+                f"routing method {method.name} does not define a computation: pass the fields of RoutingConfig"
+            )
         scoring_func, renormalize, selected_only, bias = pieces[method]
         grouped = num_expert_group is not None and num_expert_group > 1
         if grouped != (method is RoutingMethodType.DeepSeekV3):

@@ -202,7 +202,7 @@ class MoEWeights(TensorRecord):
         where = as_torch_device(device)
         for name, tensor in self.tensors():
             if tensor.is_meta and where.type != "meta":
-                raise TensorError(f"{name} is on the meta device: it has no values to bring to {where}")
+                raise TensorError(f"{name} is on the meta device: it has no values to move to {where}")
         moved: dict[str, Any] = {name: tensor.to(where) for name, tensor in self.tensors()}
         return replace(self, **moved)
 
@@ -453,12 +453,14 @@ class KernelWeights(TensorRecord):
             expected, found = (kept.arrangement.get(name, "columns as they come") for kept in (self, other))
             if found != expected:
                 raise TensorError(
-                    f"{name} of the new weights has {found}, expected {expected}: the layer's memory is for these; "
-                    "make a new layer of the weights"
+                    f"{name} of the new weights has {found}, expected {expected}: the layer's buffers are allocated "
+                    "for these; create a new layer from the weights"
                 )
         mine, theirs = dict(self.tensors()), dict(other.tensors())
         if mine.keys() != theirs.keys():
-            raise TensorError(f"new weights hold {sorted(theirs)}, the layer holds {sorted(mine)}")
+            raise TensorError(
+                f"the new weights have the tensors {sorted(theirs)}, expected {sorted(mine)} as in the layer"
+            )
         for name, tensor in mine.items():
             check_shape(name, theirs[name], tuple(tensor.shape))
             check_dtype(name, theirs[name], (tensor.dtype,))

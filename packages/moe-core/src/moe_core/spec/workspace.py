@@ -124,11 +124,9 @@ class Workspace:
         if buffer is not None:
             check_tensor("buffer", buffer)
             if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-                raise TensorError(
-                    f"a workspace buffer is contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
-                )
+                raise TensorError(f"buffer must be contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}")
             if buffer.device.type != self.device.type:
-                raise TensorError(f"the workspace is for {self.device}, its buffer is on {buffer.device}")
+                raise TensorError(f"buffer is on {buffer.device}, but the workspace is on {self.device}")
         self._buffer = buffer if buffer is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
         #: Bytes used by the last :meth:`take`.
         self.taken = 0
@@ -178,7 +176,7 @@ class Workspace:
         """
         check_instance("nbytes", nbytes, int)
         if nbytes >= 2**63:
-            raise TensorError(f"nbytes is {nbytes}, expected less than 2^63: no memory has as many")
+            raise TensorError(f"nbytes is {nbytes}, expected less than 2^63")
         if nbytes > self._buffer.numel():
             self._grow(nbytes)
             if self.device.type == "cuda":
@@ -188,7 +186,7 @@ class Workspace:
 
     def _grow(self, nbytes: int) -> None:
         if self._fixed:
-            raise TensorError(f"the workspace has {self._buffer.numel()} bytes, {nbytes} are needed")
+            raise TensorError(f"the workspace has {self._buffer.numel()} bytes, but {nbytes} are needed")
         with self.lock:
             if self._captured:
                 self._kept.append(self._buffer)

@@ -216,7 +216,7 @@ def test_two_stacks_of_experts_in_one_layer(tmp_path: Path) -> None:
 def test_stacks_of_layers_are_named(tmp_path: Path) -> None:
     blocks = ("talker.model.layers.0.mlp", "thinker.model.layers.0.mlp")
     tensors = {**expert_tensors(blocks[0], seed=1), **expert_tensors(blocks[1], seed=2)}
-    broken(tmp_path / "a", tensors, "name the one that is meant, stack (--stack) talker or thinker")
+    broken(tmp_path / "a", tensors, "stack (--stack), one of talker or thinker")
     checkpoint = Checkpoint.open(write(tmp_path / "b", tensors))
     for block in blocks:
         layer = find_layer(checkpoint, stack=block.partition(".")[0])
@@ -231,7 +231,7 @@ def test_stacks_of_layers_are_named(tmp_path: Path) -> None:
 
 def test_tensors_of_experts_that_are_no_projection(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.post_expert_norm.weight"
-    broken(tmp_path, {**expert_tensors(), name: torch.ones(K)}, f"{name} in {tmp_path} is not understood")
+    broken(tmp_path, {**expert_tensors(), name: torch.ones(K)}, f"{name} in {tmp_path} is unknown")
 
 
 def test_asking_for_what_is_not_there(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_group_alone_must_name_the_experts(layer: LayerExperts) -> None:
         (groups({"targets": ["Linear"], "weights": None}), "config_groups"),
         (groups(group("a"), group("b")), f"{PREFIX}.0.down_proj"),
         (groups(group("re:("), group("b")), "group_0"),
-        (groups(group("re:" + "a" * 2000), group("b")), "pattern"),
+        (groups(group("re:" + "a" * 2000), group("b")), "expression"),
         (groups(group("Linear", num_bits=[8])), "num_bits is [8]"),
         (groups(group("Linear", strategy=3)), "strategy is 3"),
         (groups(group("Linear", symmetric="no")), "'no'"),

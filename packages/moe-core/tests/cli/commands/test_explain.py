@@ -99,7 +99,7 @@ def test_the_batched_format(moe: Any) -> None:
     [
         (("--tokens", "0"), "argument --tokens: expected 1 or more"),
         (("--all-layers",), "--all-layers is for a checkpoint folder"),
-        (("--layer", "1"), "--layer is for a checkpoint folder, and none is given"),
+        (("--layer", "1"), "--layer needs a checkpoint folder"),
         (("--stack", "talker"), "--stack is for a checkpoint folder"),
         (("--routing", "softmax"), "--routing is for a checkpoint folder"),
         (("--assume",), "--assume is for a checkpoint folder"),
@@ -111,7 +111,7 @@ def test_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:
 
 
 def test_a_folder_and_a_shape(moe: Any, folder: Path) -> None:
-    moe.refuses("explain", folder, *SHAPE, parts=("or described by --scheme and --shape, not both",))
+    moe.refuses("explain", folder, *SHAPE, parts=("combined with --scheme and --shape",))
 
 
 # ------------------------------------------------------------------ all layers
@@ -197,7 +197,7 @@ def test_warnings_are_lines(moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("option", [("--weight-key", "kMxfp8Static"), ("--bias",)], ids=lambda option: option[0])
 def test_what_a_checkpoint_says_by_itself(moe: Any, command: tuple[str, ...], option: tuple[str, ...]) -> None:
     moe.refuses(*command, "somewhere", *option, parts=(f"{option[0]} describes a layer of --scheme and --shape",))
-    moe.refuses(*command, "somewhere", "--scheme", "plain", parts=("or described by --scheme and --shape, not both",))
+    moe.refuses(*command, "somewhere", "--scheme", "plain", parts=("combined with --scheme and --shape",))
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -164,7 +164,7 @@ def test_unknown_family_runs_with_a_note(moe: Any, tmp_path: Path, given: str) -
     inputs = tokens(**GIVEN[given])
     save_file(inputs, tmp_path / "in.safetensors")
     files = ("--input", tmp_path / "in.safetensors", "--output", tmp_path / "o.safetensors")
-    moe.refuses("run", folder, *files, parts=("model_type 'new' is not known: give routing and activation",))
+    moe.refuses("run", folder, *files, parts=("model_type 'new' is not known",))
     result = moe("run", folder, "--dtype", "fp32", "--assume", *files)
     assert (result.code, result.err) == (0, "")
     assert result.out.count("note: ") == 1
@@ -300,7 +300,7 @@ def refuses(moe: Any, tmp_path: Path, folder: Path, *arguments: object, parts: t
             ("backend 'gpu' does not fit, and is never replaced", "needs sm90 or newer", "'plain' fits (-v: details)"),
         ),
         (("--backend", "nonsense"), ("no backend 'nonsense'", "auto, gpu, plain")),
-        (("--layer", "0"), ("layer 0 has no MoE; layers that have: 1-2",)),
+        (("--layer", "0"), ("layer 0 has no MoE block; MoE layers: 1-2",)),
         (("--device", "sm90"), ("--device sm90: expected a device of this machine", "moe explain takes others")),
         (("--device", "cuda:63"), ("--device cuda:63: torch",)),
         (("--device", "meta"), ("--device meta: expected cpu, cuda or xpu",)),

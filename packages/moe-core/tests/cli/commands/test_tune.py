@@ -62,8 +62,8 @@ def moe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_folder_and_a_shape_are_not_mixed(moe: Moe) -> None:
     for options in (("--layer", 2), ("--assume",)):
-        moe.refuses("tune", *LAYER, *options, parts=(f"{options[0]} is for a checkpoint folder, and none is given",))
-    moe.refuses("tune", "somewhere", *LAYER, parts=("or described by --scheme and --shape, not both",))
+        moe.refuses("tune", *LAYER, *options, parts=(f"{options[0]} needs a checkpoint folder",))
+    moe.refuses("tune", "somewhere", *LAYER, parts=("combined with --scheme and --shape",))
 
 
 def test_the_best_is_written_and_found(moe: Moe) -> None:
@@ -166,7 +166,7 @@ def test_explain_and_bench_say_what_is_used(moe: Moe, tmp_path: Path, monkeypatc
         ((*LAYER, "--budget", "0"), "argument --budget: expected a positive number"),
         ((*LAYER, "--tokens", "x"), "argument --tokens: expected an integer"),
         ((*LAYER, "--output", "/nowhere/p.json"), "the folder /nowhere does not exist"),
-        ((*LAYER[:-1], "torch"), "chooses its launches itself, so that there is nothing to tune; --backend marlin or"),
+        ((*LAYER[:-1], "torch"), "selects its launches itself: there is nothing to tune; --backend marlin or"),
     ],
 )
 def test_what_is_refused(moe: Moe, arguments: tuple[str, ...], part: str) -> None:

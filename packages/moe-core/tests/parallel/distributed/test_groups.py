@@ -31,7 +31,7 @@ def test_groups_of_four_ranks() -> None:
             (
                 "ConfigError: process groups can't be pickled",
                 "ConfigError: tp_size 3 x ep_size 1 = 3 ranks, there are 4" if rank < 3 else "ConfigError: rank 3 is",
-                "ConfigError: dp_size is 3, expected 1 or 4: the 4 ranks of the layer bring one batch",
+                "ConfigError: dp_size is 3, expected 1 or 4: the 4 ranks of the layer share one batch",
                 *(
                     f"ConfigError: timeout is {limit}, expected a positive number"
                     for limit in (0, "'60'", "nan", "inf")
@@ -41,7 +41,7 @@ def test_groups_of_four_ranks() -> None:
                 "ConfigError: dp_size must be a positive integer, got '4'",
                 "ConfigError: all2all_backend is None, expected a name",
                 "ConfigError: dp_size must be a positive integer, got None",
-                f"ConfigError: this process is rank {rank}, which is none of the layer's ranks",
+                f"ConfigError: this process is rank {rank}, expected one of the layer's ranks",
                 "ConfigError: the layer's ranks are [1, 0, 2, 3], expected ascending ones",
                 "ConfigError: ranks is 4, expected ranks of torch's default process group: 0 to 3",
                 "ConfigError: ranks is ['0'], expected ranks of torch's default process group: 0 to 3",
@@ -83,7 +83,7 @@ def test_what_ranks_were_given_differently_is_named_with_their_numbers() -> None
     for sizes, more, facts, nothing in run_ranks(moe_core_ranks.disagreeing, seconds=40):
         assert sizes == (
             "ConfigError: the layer's ranks differ in tp_size (and in ep_size): 1 on ranks 0, 1, 2; 2 on rank 3; all "
-            "ranks must be given the same layer"
+            "ranks must make the same layer"
         )
         # also where a rank alone would be refused
         assert more.startswith("ConfigError: the layer's ranks differ in tp_size: 3 on rank 0; 4 on ranks 1, 2, 3")

@@ -61,7 +61,7 @@ def test_a_rank_that_says_nothing_is_named_and_waited_for_again(tables: list[Hos
     for _ in range(2):
         with pytest.raises(CommunicationError, match=r"\[4, 5, 7\]") as error:
             tables[0].tell(ranks, row(9), "ranks count")
-        assert "ranks [5, 7] have told nothing" in error.value.details
+        assert "ranks [5, 7] sent no token counts" in error.value.details
     others = [threading.Timer(0.02 * rank, tables[rank].tell, (ranks_of(1), row(rank), "")) for rank in (1, 2)]
     for thread in others:
         thread.start()
@@ -75,8 +75,8 @@ def test_what_a_late_rank_goes_by_is_not_taken_back(tables: list[HostNumbers]) -
         tables[0].tell(ranks_of(0.01), row(8), "ranks count")
     with pytest.raises(CommunicationError, match="ranks count") as error:
         tables[0].tell(ranks_of(0.01), row(1), "ranks count")
-    assert f"a call that told {row(8)} has not ended" in error.value.details
-    assert f"this one tells {row(1)}" in error.value.details
+    assert f"a call that sent the token counts {row(8)} has not finished" in error.value.details
+    assert f"this one sends {row(1)}" in error.value.details
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])

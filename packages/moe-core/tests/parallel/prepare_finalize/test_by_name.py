@@ -57,7 +57,7 @@ def test_layers_that_differ_are_named_at_the_start(ranks: list[dict[str, Any]]) 
         ):
             start = f"ConfigError: the layer's ranks differ in {what}: {common} on ranks 0, 1, 3; {odd}"
             assert text.startswith(start)
-            assert "on rank 2; all ranks must be given the same layer" in text
+            assert "on rank 2; all ranks must make the same layer" in text
         assert found[0] == "nothing"
 
 
@@ -76,13 +76,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks: list[dict[s
         for text, start in zip(
             found,
             (
-                "ConfigError: the groups are those of FusedMoEParallelConfig(",
+                "ConfigError: groups has FusedMoEParallelConfig(",
                 "ConfigError: the placement is of 6 experts on 3 ranks, the layer has 6 on 4",
                 f"ConfigError: the placement has 2 experts on ep_rank {rank}, the layer's config has num_local",
                 "ConfigError: all2all_backend is 'x', expected allgather_reducescatter or alltoall",
                 "TensorError: tokens_per_rank is [1, 1] on this rank, and wrong on ranks 0, 1, 2, 3, expected [0, 1, 2",
                 "TensorError: tokens_per_rank is [9, 9, 9, 9] on this rank, and wrong on ranks 0, 1, 2, 3",
-                "ConfigError: AllReducePrepareAndFinalize adds up what ranks with the same tokens compute: it needs",
+                "ConfigError: AllReducePrepareAndFinalize adds partial sums of ranks with the same tokens: it needs",
                 "ConfigError: AllToAllPrepareAndFinalize moves tokens between ranks: it needs process groups",
                 f"ConfigError: expert_map says that ep_rank {rank} holds the experts {[*programs.MOVED.ranks[rank]]}",
                 "nothing",
@@ -99,9 +99,9 @@ def test_a_batch_invariant_layer_gives_a_token_the_same_bits_with_every_backend(
         replicas, unclaimed = found["invariant"]
         assert replicas == (
             "ConfigError: the layer is batch invariant, and the placement has experts 1, 3 on several ranks, of which "
-            "a token's place in the batch chooses one: give a placement without replicas, or batch_invariant=False"
+            "a token's index in the batch selects the replica"
         )
-        assert unclaimed == "ConfigError: Unclaimed does not claim to be batch invariant, the layer is"
+        assert unclaimed == "ConfigError: Unclaimed does not claim batch invariance, which the layer requires"
 
 
 def test_a_config_names_its_prepare_finalize() -> None:

@@ -25,7 +25,7 @@ def test_what_it_claims() -> None:
     assert reasons(environment=Environment({"deep_ep": "1.2.1"}))[0].startswith("needs deep_ep >= 2.0, found 1.2.1")
     assert reasons(replace(CONFIG, dtype=torch.float16)) == ["does not take hidden states in float16, takes bfloat16"]
     assert reasons(replace(CONFIG, max_num_tokens=None)) == [
-        "needs the config's max_num_tokens, the most tokens that a rank brings"
+        "needs max_num_tokens in the config, the largest number of tokens per rank"
     ]
     own = FusedMoEParallelConfig(tp_size=2, ep_size=4, dp_size=8)
     assert reasons(replace(CONFIG, parallel=own, num_local_experts=16)) == [

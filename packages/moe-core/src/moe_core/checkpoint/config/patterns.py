@@ -84,7 +84,7 @@ class NamePatterns:
             re.compile(expression)
             compiled = regex.compile(expression)
         except (re.error, regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise CheckpointError(f"{where} {short(pattern)} is no pattern: {error}") from None
+            raise CheckpointError(f"{where} {short(pattern)} is not a valid regular expression: {error}") from None
         return NamePattern(pattern, where, compiled, self)
 
     def left(self) -> float:
@@ -139,8 +139,8 @@ class NamePattern:
     def _try(self, matcher: Any, name: str) -> bool:
         if len(name) > LONGEST:
             raise CheckpointError(
-                f"{self.where} {short(self.text)} can't be tried on {short(name)}: the name has {len(name)} "
-                f"characters, at most {LONGEST} are expected"
+                f"{self.where} {short(self.text)} cannot be matched against {short(name)}: the name has "
+                f"{len(name)} characters, expected at most {LONGEST}"
             )
         left = self._owner.left()
         try:
@@ -149,10 +149,12 @@ class NamePattern:
         except TimeoutError:
             pass
         except (MemoryError, RecursionError) as error:
-            raise CheckpointError(f"{self.where} {short(self.text)} can't be tried on {name}: {error!r}") from None
+            raise CheckpointError(
+                f"{self.where} {short(self.text)} cannot be matched against {name}: {error!r}"
+            ) from None
         raise CheckpointError(
-            f"{self.where} {short(self.text)} takes more than {self._owner.seconds:g} s to be tried on names like "
-            f"{name}: expected a pattern without repetitions inside repetitions"
+            f"{self.where} {short(self.text)} takes more than {self._owner.seconds:g} s to match names like "
+            f"{name}; expected a pattern without nested repetitions"
         )
 
 
@@ -164,9 +166,9 @@ def _check(pattern: str, expression: str) -> None:
         return
     plain = _ESCAPED.sub("", pattern)
     if _SET_OF_SETS.search(plain):
-        raise re.error("it has sets within sets")
+        raise re.error("nested sets are not supported")
     if _COUNT.sub("", plain).count("{"):
-        raise re.error("it has a { that begins no count")
+        raise re.error("'{' must begin a count")
     largest = 1
     for counts in _COUNT.findall(plain):
         if not any(counts):

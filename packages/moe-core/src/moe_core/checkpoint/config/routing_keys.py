@@ -116,7 +116,7 @@ def _groups(entries: ConfigKeys, family: Family) -> tuple[int | None, int | None
     if keys.GROUPS[0] not in family.reads:
         stated = entries.stated(keys.GROUPS)
         if stated is not None and stated[1] is not False and (entries.optional_integer(keys.GROUPS) or 1) > 1:
-            raise _contradiction(entries, keys.GROUPS, "is not computed here with groups")
+            raise _contradiction(entries, keys.GROUPS, "does not support expert groups")
         return None, None
     groups = entries.optional_integer(keys.GROUPS) if grouped else None
     if groups is None or groups == 1:

@@ -273,8 +273,8 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
                     first = text, type(meaning).__name__, meaning
                 elif (type(meaning).__name__, meaning) != first[1:]:
                     raise CheckpointError(
-                        f"{folder}: {first[0]}, but {text}: these contradict each other, expected the same in both; "
-                        "correct or remove the one that the tensors are not of"
+                        f"{folder}: {first[0]}, but {text}: these contradict each other; correct or remove the one "
+                        "that does not match the tensors"
                     )
     if named not in _TOOLS:
         return

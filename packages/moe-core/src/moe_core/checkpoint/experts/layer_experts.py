@@ -281,7 +281,7 @@ class LayerExperts:
             if dtype is None:
                 name = self.name(0, projection, suffix)
                 raise CheckpointError(
-                    f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch has not"
+                    f"{name} has the type {self.stored_dtype(projection, suffix)}, which torch does not support"
                 )
             shape = (len(experts), *self.shape(projection, suffix))
             found[projection, suffix] = torch.empty(shape, dtype=dtype, device="cpu")
@@ -347,8 +347,8 @@ def find_layer(checkpoint: Checkpoint, index: int | None = None, stack: str | No
         raise ConfigError(f"layer is {index!r}, expected the index of a layer: {ranges(layers)}")
     if index not in layers:
         raise CheckpointError(
-            f"{checkpoint.path}: layer {index} has no MoE; layers that have: {ranges(layers)}"
-            f"{left_out(checkpoint, index)}"
+            f"{checkpoint.path}: layer {index} has no MoE block; MoE layers: "
+            f"{ranges(layers)}{left_out(checkpoint, index)}"
         )
     return checkpoint.once((stack, index), lambda: _collect(checkpoint, layers[index]))
 
@@ -401,7 +401,7 @@ def _collect(checkpoint: Checkpoint, found: LayerNames) -> LayerExperts:
         single = [name for tensors in found.tensors.values() for expert, name in tensors.items() if expert is not None]
         if single:
             raise CheckpointError(
-                f"{found.prefix} mixes stacked experts ({stacked[0]}) and experts one by one ({single[0]})"
+                f"{found.prefix} mixes stacked experts ({stacked[0]}) and separate experts ({single[0]})"
             )
         names = {key: (tensors[None],) for key, tensors in found.tensors.items()}
         infos = _stacked_infos(checkpoint, names)
@@ -483,7 +483,7 @@ def _refuse_others(checkpoint: Checkpoint, prefix: str) -> None:
             continue
         if name.startswith(f"{prefix}."):
             raise CheckpointError(
-                f"{name} in {checkpoint.path} is not understood: it belongs to no expert's projection"
+                f"{name} in {checkpoint.path} is unknown: it does not belong to a projection of an expert"
             )
 
 

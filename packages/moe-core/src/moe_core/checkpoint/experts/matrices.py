@@ -161,7 +161,7 @@ def is_interleaved(layer: LayerExperts) -> bool:
         found = "gate_up.<expert>" if numbered else "gate_up_proj_blocks"
         raise CheckpointError(
             f"{layer.checkpoint.path}: {layer.prefix} has {found}, as gpt-oss, but its model_type is "
-            f"{other!r}: whether gate and up rows lie in turns, as gpt-oss's, is not known"
+            f"{other!r}: it is unknown whether gate and up rows are interleaved, as in gpt-oss"
         )
     return True
 

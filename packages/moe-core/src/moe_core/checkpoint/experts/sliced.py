@@ -106,8 +106,8 @@ class SlicedExperts(LayerExperts):
             if projection == "gate_up":
                 if not interleaved and axis.straddles(size):
                     raise CheckpointError(
-                        f"{layer.name(0, projection, suffix)} holds {axis.unit} rows in an entry, and gate and up have "
-                        f"{size} each: expected a multiple of {axis.unit}, or to be read whole and cut"
+                        f"{layer.name(0, projection, suffix)} packs {axis.unit} rows per element, but gate and up have "
+                        f"{size} rows each; expected a multiple of {axis.unit}"
                     )
                 each = -(-size // axis.unit)
                 ranges = ((first, last), (each + first, each + last))

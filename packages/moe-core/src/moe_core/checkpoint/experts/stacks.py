@@ -166,11 +166,11 @@ def _read(
     if not stacks:
         return []
     if not experts:
-        raise CheckpointError(f"{layer.prefix}: no expert was asked for")
+        raise CheckpointError(f"{layer.prefix}: experts is empty, expected at least one")
     if len({(name, stack.suffix) for stack in stacks for name in stack.projections}) < sum(
         len(stack.projections) for stack in stacks
     ):
-        raise ValueError("a tensor is asked for twice at the same time")
+        raise ValueError("a tensor is requested twice at the same time")
     target = torch.device(device)
     on_gpu = is_staged(target)
     kept = [_PendingReads(layer, stack, len(experts), target) for stack in stacks]
@@ -400,5 +400,5 @@ def _dtype(layer: LayerExperts, projection: str, suffix: str) -> torch.dtype:
     dtype = layer.dtype(projection, suffix)
     if dtype is None:
         name, kind = layer.name(0, projection, suffix), layer.stored_dtype(projection, suffix)
-        raise CheckpointError(f"{name} has the type {kind}, which torch has not")
+        raise CheckpointError(f"{name} has the type {kind}, which torch does not support")
     return dtype

@@ -30,7 +30,7 @@ def one_suffix(layer: LayerExperts, projection: str, suffixes: Sequence[str]) ->
     found = [suffix for suffix in suffixes if layer.has(projection, suffix)]
     if len(found) > 1:
         names = " and ".join(layer.name(0, projection, suffix) for suffix in found)
-        raise CheckpointError(f"{names} are both there, expected one of them")
+        raise CheckpointError(f"{names} are both present, expected one of them")
     return found[0] if found else None
 
 
@@ -94,4 +94,4 @@ def check_stated_shape(
     for expert, stated in zip(experts, found.flatten(1).tolist(), strict=True):
         if stated != list(size):
             name = layer.name(expert, projection, suffix)
-            raise CheckpointError(f"{name} says {stated}, expected {list(size)} as config.json has it")
+            raise CheckpointError(f"{name} states {stated}, expected {list(size)} as in config.json")

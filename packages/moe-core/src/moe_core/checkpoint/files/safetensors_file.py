@@ -179,7 +179,7 @@ class SafetensorsFile:
         stored = self.kinds[name][0]
         dtype = DTYPES.get(stored)
         if dtype is None:
-            raise CheckpointError(f"{name} in {self.path} has the type {stored}, which torch has not")
+            raise CheckpointError(f"{name} in {self.path} has the type {stored}, which torch does not support")
         try:
             return torch.empty(shape, dtype=dtype, device=device or "cpu")
         except RuntimeError as error:  # out of memory

@@ -76,15 +76,15 @@ def read_header(file: OpenFile) -> Header:
     path, size = file.path, file.state.size
     if size < 8:
         raise CheckpointError(
-            f"{path} is truncated: it has {size} bytes, a safetensors file begins with 8 of header size"
+            f"{path} is truncated: it has {size} bytes, expected at least the 8 bytes of the header size"
         )
     length = int.from_bytes(file.read(0, 8), "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path} is no safetensors file: its header claims {length} bytes, at most {MAX_HEADER_BYTES} are read"
+            f"{path} is not a safetensors file: its header size is {length} bytes, expected at most {MAX_HEADER_BYTES}"
         )
     if length > size - 8:
-        raise CheckpointError(f"{path} is truncated: its header claims {length} bytes, {size - 8} are there")
+        raise CheckpointError(f"{path} is truncated: its header size is {length} bytes, but only {size - 8} follow")
     text, data_bytes = file.read(8, length), size - 8 - length
     kinds, begins = _as_written(text, data_bytes) or _entry_by_entry(text, data_bytes, path)
     return kinds, dict(zip(begins, map((8 + length).__add__, begins.values()), strict=True))
@@ -179,7 +179,7 @@ def _check_extents(
         kind = kinds[name]
         if begin != end or stop < begin:
             raise CheckpointError(
-                f"{path}: {name!r} lies at bytes {begin} to {stop} of the data, expected to begin at {end}"
+                f"{path}: {name!r} is stored at bytes {begin} to {stop} of the data, expected to start at {end}"
             )
         end = stop
         if kind not in sizes:
@@ -195,7 +195,7 @@ def _check_extents(
                 f"{path} is truncated: {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
             )
     if end != data_bytes:
-        raise CheckpointError(f"{path} holds {data_bytes} bytes of data, its header accounts for {end}")
+        raise CheckpointError(f"{path} has {data_bytes} bytes of data, but its header describes {end}")
 
 
 def _nbytes(kind: Kind) -> int | None:

@@ -154,7 +154,7 @@ def unindexed_files(folder: Path) -> Sequence[Path]:
         return found
     pickled = pickled_files(folder)
     if pickled:
-        raise CheckpointError(f"{folder} holds {', '.join(pickled[:3])} and no safetensors; {PICKLE_HINT}")
+        raise CheckpointError(f"{folder} has {', '.join(pickled[:3])} but no safetensors; {PICKLE_HINT}")
     raise _nothing_in(folder, "*.safetensors")
 
 

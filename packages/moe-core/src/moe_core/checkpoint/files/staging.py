@@ -51,7 +51,7 @@ def places_of(tensor: Tensor) -> list[memoryview]:
     elements: int = 1
     for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
         if stride != elements and length != 1:
-            raise ValueError("entries that are not contiguous can't be read into")
+            raise ValueError("the destination must be contiguous")
         elements *= length
     size = int(elements) * tensor.itemsize
     # Slices of one view of the storage, because creating a tensor per entry takes longer than reading a small one.

@@ -146,7 +146,7 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
         raise CheckpointError(f"{file}: config_groups is {short(groups)}, expected an object with groups")
     entries = {name: group for name, group in groups.items() if isinstance(group, dict) and group.get("weights")}
     if not entries:
-        raise CheckpointError(f"{file}: no group of config_groups says how weights are quantized")
+        raise CheckpointError(f"{file}: no group of config_groups has weights")
     modules = [module for _, _, module in expert_modules(layer)]
     _refuse_transforms(QuantEntries(quantization, file), modules, layer)
     owners = _owners({name: _listed(group) for name, group in entries.items()}, f"{file}: config_groups", layer)
@@ -154,14 +154,14 @@ def _quant_group(quantization: Mapping[str, Any], layer: LayerExperts) -> QuantG
     for module in modules:
         names = owners(module)
         if not names:
-            raise CheckpointError(f"{file}: no target of config_groups names {module}")
+            raise CheckpointError(f"{file}: no target of config_groups matches {module}")
         for name in names:
             chosen.setdefault(name, module)
     parsed = [_group(name, entries[name], file, quantization) for name in chosen]
     for name in () if layer.is_linear else chosen:
         group = QuantEntries(entries[name], f"{file}: config_groups.{name}")
         if group.part("output_activations") is not None:
-            raise group.error("output_activations", "null: outputs of experts are not quantized here")
+            raise group.error("output_activations", "null: quantized outputs of experts are not supported")
     first = parsed[0]
     for other in parsed[1:]:
         if (other.weights, other.inputs, other.format) != (first.weights, first.inputs, first.format):
@@ -196,8 +196,8 @@ def _group(name: str, group: Mapping[str, Any], file: str, quantization: Mapping
     own, top = entries.text("format"), QuantEntries(quantization, file).text("format")
     if own is not None and top not in (None, own, "mixed-precision"):
         raise CheckpointError(
-            f"{entries.where}.format is {own!r}, but format of the whole is {top!r}: these contradict each other, "
-            "expected the same or 'mixed-precision'"
+            f"{entries.where}.format is {own!r}, but the top-level format is {top!r}: these contradict each "
+            "other, expected the same or 'mixed-precision'"
         )
     return QuantGroup(name, _args(weights), None if inputs is None else _args(inputs), own or top)
 
@@ -300,5 +300,5 @@ def _refuse_transforms(entries: QuantEntries, modules: Sequence[str], layer: Lay
             if found is not None:
                 raise CheckpointError(
                     f"{entries.where}: transform_config.config_groups.{name} transforms the {place['location']} of "
-                    f"{found} at run time, which is not computed here: expected no transform of experts"
+                    f"{found} at run time, which is not supported for experts"
                 )

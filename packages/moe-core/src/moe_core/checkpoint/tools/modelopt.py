@@ -65,7 +65,7 @@ def _quant_algo(quantization: Mapping[str, Any], layer: LayerExperts) -> tuple[s
         key = owner(module)
         part = None if key is None else layers.part(key)
         if key is None or part is None:
-            raise CheckpointError(f"{layers.where} names neither {module} nor a part of the model that holds it")
+            raise CheckpointError(f"{layers.where} has no entry for {module} or a module that contains it")
         algorithm = part.text("quant_algo")
         if algorithm is None:
             raise part.error("quant_algo", "an algorithm")

@@ -142,7 +142,7 @@ def _selections(layer: Layer, device: torch.device, names: str | None, tuning: s
     selections = [select(name) for name in fitting]
     modular = [s for s in selections if not s.experts.is_monolithic]
     if not modular:
-        raise SelectionError("no modular backend fits: only those can be given their routing", report)
+        raise SelectionError("no modular backend fits: only modular backends take a given routing", report)
     return modular
 
 

@@ -162,8 +162,7 @@ def _selection(layer: Layer, gpu: DeviceInfo, backend: str) -> Selection:
         )
         instead = f"; --backend {' or '.join(fitting)} has some" if fitting else ""
         raise ConfigError(
-            f"{layer.what}: {selection.experts.__name__} chooses its "
-            f"launches itself, so that there is nothing to tune{instead}"
+            f"{layer.what}: {selection.experts.__name__} selects its launches itself: there is nothing to tune{instead}"
         )
     return selection
 

@@ -65,7 +65,7 @@ def check_agreement(ranks: Communicator, facts: Mapping[str, str]) -> None:
     )
     others = f" (and in {', '.join(other for other, _ in differing[1:])})" if differing[1:] else ""
     raise ConfigError(
-        f"the layer's ranks differ in {name}{others}: {found}; all ranks must be given the same layer",
+        f"the layer's ranks differ in {name}{others}: {found}; all ranks must make the same layer",
         details="\n".join(f"{name}: {values}" for name, values in differing),
     )
 

@@ -115,7 +115,7 @@ class ParallelGroups(SharedByCopies):
                 "tensor-parallel neighbors are adjacent, so a mesh is (ep, tp)"
             )
         if me not in members:
-            raise ConfigError(f"this process is rank {me}, which is none of the layer's ranks {members}")
+            raise ConfigError(f"this process is rank {me}, expected one of the layer's ranks {members}")
         if ep_size is None:
             ep_size = max(len(members) // whole_number("tp_size", tp_size), 1)
         limit = as_timeout(timeout)
@@ -187,8 +187,8 @@ class ParallelGroups(SharedByCopies):
         names = mesh.mesh_dim_names or ()
         if not names or set(names) - {tp, ep}:
             raise ConfigError(
-                f"the mesh has dimensions {list(names)}, expected {ep!r}, {tp!r} or one of them: "
-                f"give the part of it, mesh[{ep!r}, {tp!r}]"
+                f"the mesh has dimensions {list(names)}, expected {ep!r}, {tp!r} or one of them: pass a submesh, "
+                f"mesh[{ep!r}, {tp!r}]"
             )
         order = [names.index(name) for name in (ep, tp) if name in names]
         sizes = {name: mesh.size(names.index(name)) for name in names}

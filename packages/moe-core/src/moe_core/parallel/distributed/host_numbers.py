@@ -125,8 +125,8 @@ class HostNumbers:
         row = [mark | number for number in numbers]
         if self._told not in (None, row):
             raise ranks.communicating(what).failure(
-                f"a call that told {_values(self._told or [])} has not ended, others go by these numbers, and this "
-                f"one tells {list(numbers)}: make the groups and layers anew on all ranks"
+                f"a call that sent the token counts {_values(self._told or [])} has not finished, and this one "
+                f"sends {list(numbers)}: recreate the groups and layers on all ranks"
             )
         self._told = row
         for index, word in enumerate(row, table + self._rank * width):
@@ -150,7 +150,9 @@ class HostNumbers:
             if waited > limit:
                 width = len(found) // self._size
                 late = [ranks.members[rank] for rank in dict.fromkeys(index // width for index in stale)]
-                raise ranks.communicating(what).failure(f"ranks {late} have told nothing after {waited:.1f} s", late)
+                raise ranks.communicating(what).failure(
+                    f"ranks {late} sent no token counts within {waited:.1f} s", late
+                )
             if waited > _SPIN_SECONDS:
                 time.sleep(_SPIN_SECONDS / 20)
 

@@ -47,9 +47,9 @@ def compare_calls(
     layers, counts, digests = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
     if layers.count(layer) != len(layers):
         raise CommunicationError(
-            f"{what}, and they are in calls of different layers (by the order in which these were made: "
-            f"{_each(ranks, layers)}): all ranks must make the same calls in the same order; after an error on one "
-            "rank all make their groups and layers anew"
+            f"{what}, but they are in calls of different layers (in order of creation: "
+            f"{_each(ranks, layers)}): all ranks must make the same calls in the same order; after an error "
+            "on one rank, recreate groups and layers on all ranks"
         )
     if any(digests):
         right = {0, _digest(counts)}
@@ -82,8 +82,8 @@ def compare_same_tokens(ranks: Communicator, layer: int, tokens: Tensor) -> None
     found, _ = compare_calls(ranks, layer, len(tokens), None, "ranks tell how many tokens they have")
     if len(set(found)) > 1:
         raise TensorError(
-            f"hidden_states has different numbers of tokens ({_each(ranks, found)}), expected the same tokens on ranks "
-            f"{ranks.members}, whose results are added up"
+            f"hidden_states has different numbers of tokens ({_each(ranks, found)}), expected the same tokens "
+            f"on ranks {ranks.members}, whose partial sums are added"
         )
 
 

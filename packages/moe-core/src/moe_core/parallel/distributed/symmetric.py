@@ -224,9 +224,7 @@ class ExchangeBuffers(SharedByCopies):
         found = _SHARED.get(key)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
-                raise ConfigError(
-                    "memory is shared between GPUs by the first call: make one before capturing a CUDA graph"
-                )
+                raise ConfigError("the first call maps the GPUs' shared memory: run one before capturing a CUDA graph")
             found = _SHARED[key] = ExchangeBuffers(*_connect(shape, shape.nbytes, BUFFERS, ranks, device))
         return found
 
@@ -280,12 +278,12 @@ class ExchangeRoom(SharedByCopies):
         if buffer is None:
             if capturing:
                 raise ConfigError(
-                    "memory that GPUs share grows with the calls, outside CUDA graphs: before one is captured make as "
-                    "large a call, and as many at the same time"
+                    "shared memory cannot grow during CUDA graph capture: before it, run a call of the same size, "
+                    "and as many calls at a time"
                 )
             buffer = self._grow(ranks, number, shape, code).of_call(shape, code)
             if buffer is None:
-                raise ConfigError(f"a buffer that was made for {shape} and {code} has no room for them")
+                raise ConfigError(f"the buffer for {shape} and {code} is too small")
         self._captured[number] |= capturing
         self._calls.busy[number] = True
         return number, buffer
@@ -372,7 +370,11 @@ def _new_room(ranks: Communicator, groups: ParallelGroups, device: torch.device)
         failed = f"{error.message} ({error.details})"
     failures = [text for text in _told(ranks, failed) if text]
     if failures:
-        warnings.warn(f"GPUs share no memory, torch's all-to-all sends tokens: {failures[0]}", FallbackWarning, 2)
+        warnings.warn(
+            f"GPUs cannot map each other's memory; falling back to torch's all-to-all: {failures[0]}",
+            FallbackWarning,
+            2,
+        )
         return None
     return room
 

@@ -57,7 +57,7 @@ class ExpertPlacement:
         object.__setattr__(self, "num_experts", count)
         object.__setattr__(self, "ranks", ranks)
         if not ranks:
-            raise ConfigError("the placement has no rank, expected one at least")
+            raise ConfigError("ranks is empty, expected at least one")
         for rank, held in enumerate(ranks):
             wrong = [expert for expert in held if not 0 <= expert < count]
             if wrong:
@@ -209,7 +209,7 @@ class ExpertPlacement:
             or set(value) != {"num_experts", "ranks"}
             or not isinstance(value["ranks"], list)
         ):
-            raise ConfigError(f"{_short(value)} is no placement, expected {{num_experts, ranks: [[ids], …]}}")
+            raise ConfigError(f"{_short(value)} is not a valid placement, expected {{num_experts, ranks: [[ids], …]}}")
         return ExpertPlacement(value["num_experts"], tuple(value["ranks"]))
 
 
@@ -251,14 +251,14 @@ def load_placements(path: str | os.PathLike[str]) -> dict[int, ExpertPlacement]:
 
     content = load_settings("path", path)
     if not isinstance(content.get("layers"), dict):
-        raise ConfigError(f"{path} holds no placements, expected an object with version and layers")
+        raise ConfigError(f"{path} has no placements, expected an object with version and layers")
     version = content.get("version")
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"{path} has version {_short(version)}, expected {VERSION}")
     placements = {}
     for layer, value in content["layers"].items():
         if not _INDEX.fullmatch(layer):
-            raise ConfigError(f"{path}: {_short(layer)} is no index of a layer, expected 0, 1, …")
+            raise ConfigError(f"{path}: {_short(layer)} is not a layer index, expected 0, 1, …")
         try:
             placements[int(layer)] = ExpertPlacement.from_json(value)
         except ConfigError as error:

@@ -64,7 +64,9 @@ def rank_loads(placement: ExpertPlacement, counts: Sequence[float] | Tensor) -> 
     check_instance("placement", placement, ExpertPlacement)
     loads = _loads(counts)
     if len(loads) != placement.num_experts:
-        raise ConfigError(f"counts has {len(loads)} numbers, the placement is of {placement.num_experts} experts")
+        raise ConfigError(
+            f"counts has {len(loads)} values, expected one for each of the {placement.num_experts} experts"
+        )
     shares = [load / len(places) for load, places in zip(loads, placement.replicas, strict=True)]
     return tuple(math.fsum(shares[expert] for expert in held) for held in placement.ranks)
 
@@ -154,9 +156,7 @@ def _rooms(
     if max(rooms) - min(rooms) > 1:
         raise ConfigError(f"slots is {list(rooms)[:20]}, expected numbers that differ by 1 at most")
     if current is not None and rooms != tuple(map(len, current.ranks)):
-        raise ConfigError(
-            f"slots is {list(rooms)[:20]}, the current placement has other numbers of experts on its ranks"
-        )
+        raise ConfigError(f"slots is {list(rooms)[:20]}, which differs from the current placement")
     return rooms
 
 
@@ -267,7 +267,7 @@ class _Packing:
                 self.loads[rank] += self.shares[expert] - self.shares[given]
                 self._add(free, given)
                 return
-        raise ConfigError(f"no rank has room for another replica of expert {expert}")
+        raise ConfigError(f"no rank has a free slot for another replica of expert {expert}")
 
     def exchange(self, enough: float) -> None:
         """Swap experts of the most loaded rank until it has at most ``enough``, or no swap helps."""

@@ -99,13 +99,13 @@ class ReplicaTables:
         check_instance("placement", placement, ExpertPlacement)
         experts, room = self.slots.shape
         if placement.num_experts != experts:
-            raise ConfigError(f"the placement is of {placement.num_experts} experts, the tables are of {experts}")
+            raise ConfigError(f"the placement has {placement.num_experts} experts, expected {experts} as in the tables")
         for what, needed, there in (
             ("replicas of an expert", placement.max_replicas, room),
             ("experts on a rank", placement.max_local_experts, self.stride),
         ):
             if needed > there:
-                raise ConfigError(f"the placement has up to {needed} {what}, the tables have room for {there}")
+                raise ConfigError(f"the placement has up to {needed} {what}, but the tables have a capacity of {there}")
         flat = [[rank * self.stride + local for rank, local in places] for places in placement.replicas]
         rows = [[row[replica % len(row)] for replica in range(room)] for row in flat]
         counts = torch.tensor([len(row) for row in flat], dtype=torch.int32, device="cpu")

@@ -105,7 +105,7 @@ class AllToAllPrepareAndFinalize(PushedPrepareAndFinalize):
 
         if not self._connected and device.type == "cuda" and self.most_shared:
             if torch.cuda.is_current_stream_capturing():
-                raise ConfigError("GPUs share memory from the first call on: make one before capturing a CUDA graph")
+                raise ConfigError("the first call maps the GPUs' shared memory: run one before capturing a CUDA graph")
             self._room = ExchangeRoom.connect(self.exchange, self.ranks, device)
             self.destinations.tables(device)
         self._connected = True
@@ -164,8 +164,8 @@ class AllToAllPrepareAndFinalize(PushedPrepareAndFinalize):
             return AsyncResult.done((came.unpack(came.pack()), None))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                f"all2all_backend {self.name!r} can't be captured in a CUDA graph here, since the host must know how "
-                "many tokens go where; take 'allgather_reducescatter' or 'low_latency' for calls in graphs"
+                f"all2all_backend {self.name!r} cannot be captured in a CUDA graph, since the host needs the "
+                "token counts; use 'allgather_reducescatter' or 'low_latency' for calls in graphs"
             )
         pack = self._pack if use_triton(tokens.hidden_states, "auto") else self._pack_torch
         leaving = pack(tokens, tokens_per_rank, quantize_as)

@@ -56,7 +56,9 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def _capacity(self, tokens: int) -> int:
         most = self.config.max_num_tokens
         if most is not None and tokens > most:
-            raise TensorError(f"hidden_states has {tokens} tokens, the config's max_num_tokens is {most}")
+            raise TensorError(
+                f"hidden_states has {tokens} tokens, expected at most max_num_tokens = {most} of the config"
+            )
         return tokens if most is None else most
 
     def prepare(

@@ -126,7 +126,7 @@ def default_prepare_finalize(
         parallel.tp_size,
         parallel.dp_size,
     ):
-        raise ConfigError(f"the groups are those of {theirs}, the layer's config has {parallel}")
+        raise ConfigError(f"groups has {theirs}, but the layer's config has {parallel}")
     cls = prepare_finalize_of(config)
     device = device or DeviceInfo.current()
     reasons = cls.unsupported_reasons(config, experts, device)
@@ -135,7 +135,8 @@ def default_prepare_finalize(
         reasons = cls.unavailable(groups, _torch_device(device), reasons)
         if reasons:
             warnings.warn(
-                f"all2all_backend {cls.name!r} can't be had, {cls.fallback!r} takes its place: {'; '.join(reasons)}",
+                f"all2all_backend {cls.name!r} is not available; falling back to {cls.fallback!r}: "
+                f"{'; '.join(reasons)}",
                 FallbackWarning,
                 stacklevel=2,
             )

@@ -111,12 +111,14 @@ class DeepEPPrepareAndFinalize(CollectivePrepareAndFinalize):
             return AsyncResult.done((came.unpack(came.pack()), _Handle(None, count)))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                f"all2all_backend {self.name!r} can't be captured in a CUDA graph, since the host must know how many "
-                "tokens come; take 'allgather_reducescatter' or 'low_latency' for calls in graphs"
+                f"all2all_backend {self.name!r} cannot be captured in a CUDA graph, since the host needs the "
+                "token counts; use 'allgather_reducescatter' or 'low_latency' for calls in graphs"
             )
         most = self.config.max_num_tokens or 0
         if count > most:
-            raise TensorError(f"there are {count} tokens, the config's max_num_tokens is {most}")
+            raise TensorError(
+                f"hidden_states has {count} tokens, expected at most max_num_tokens = {most} of the config"
+            )
         tables = self.destinations.tables(device)
         ranks, local = self.destinations.choose(tokens.experts)
         slots = torch.where(ranks < 0, -1, ranks * tables.stride + local)

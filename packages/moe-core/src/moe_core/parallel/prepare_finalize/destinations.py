@@ -129,8 +129,9 @@ class Destinations:
         """
         if len(placement.ranks[self.ep_rank]) != len(self.placement.ranks[self.ep_rank]):
             raise ConfigError(
-                f"the new placement has {len(placement.ranks[self.ep_rank])} experts on ep_rank {self.ep_rank}, the "
-                f"old one {len(self.placement.ranks[self.ep_rank])}: a rank's number of experts stays"
+                f"the new placement has {len(placement.ranks[self.ep_rank])} experts on ep_rank {self.ep_rank}, "
+                f"the old one {len(self.placement.ranks[self.ep_rank])}: the number of experts per rank cannot "
+                "change"
             )
         for tables in self._tables.values():
             tables.copy_(placement)
@@ -185,6 +186,7 @@ def _refuse_replicas(placement: ExpertPlacement) -> None:
     if found:
         named = ", ".join(map(str, found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise ConfigError(
-            f"the layer is batch invariant, and the placement has experts {named} on several ranks, of which a token's "
-            "place in the batch chooses one: give a placement without replicas, or batch_invariant=False"
+            f"the layer is batch invariant, and the placement has experts {named} on several ranks, and a "
+            "token's index in the batch selects the replica: use a placement without replicas, or "
+            "batch_invariant=False"
         )

@@ -71,7 +71,7 @@ class LowLatencyPrepareAndFinalize(PushedPrepareAndFinalize):
     ) -> None:
         super().__init__(config, groups, placement=placement)
         if config.max_num_tokens is None:
-            raise ConfigError(f"{self.name} needs the config's max_num_tokens, the most tokens that a rank brings")
+            raise ConfigError(f"{self.name} needs max_num_tokens in the config, the largest number of tokens per rank")
         self.shape = ExchangeShape(
             self.ranks.parallel.dp_size, config.max_num_tokens, config.hidden_size, config.top_k, config.dtype
         )
@@ -119,7 +119,7 @@ class LowLatencyPrepareAndFinalize(PushedPrepareAndFinalize):
         self.check()
         buffers = self._buffers
         if buffers is None:
-            raise ConfigError("no memory is shared with the other ranks")
+            raise ConfigError("shared memory of the other ranks is not mapped")
         number = buffers.take()
         return self.handle(form, buffers.buffers[number], hidden_states, bound(buffers.release, number))
 

@@ -139,9 +139,9 @@ class PushedPrepareAndFinalize(CollectivePrepareAndFinalize):
         if missing:
             names = [self.exchange.members[rank] for rank in missing]
             raise CommunicationError(
-                f"tokens were exchanged ({self.name}), and ranks {names} did not come within "
-                f"{self.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see "
-                "their output); outputs since then are NaN; make the groups and layers anew on all ranks"
+                f"dispatch or combine ({self.name}) timed out: ranks {names} did not arrive within "
+                f"{self.ranks.timeout.total_seconds():g} s: they have died, hang, or make other calls (see their "
+                "output); outputs since then are NaN; recreate the groups and layers on all ranks"
             )
 
     def form(self, capacity: int, hidden_states: Tensor, quantize_as: QuantKey | None) -> Form:

@@ -57,7 +57,7 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
         super().__init__(config, groups, placement=placement)
         if groups is None or groups.parallel.token_sharing is not TokenSharing.ALL:
             raise ConfigError(
-                f"{type(self).__name__} adds up what ranks with the same tokens compute: it needs process groups "
+                f"{type(self).__name__} adds partial sums of ranks with the same tokens: it needs process groups "
                 f"(ParallelGroups) with dp_size 1, got {groups}"
             )
         self.ranks: ParallelGroups = groups
@@ -73,7 +73,7 @@ class AllReducePrepareAndFinalize(PrepareAndFinalizeNoParallel):
 
     def move_experts(self, placement: ExpertPlacement) -> None:
         if self.destinations is None:
-            raise ConfigError("the layer has no placement that could change: its caller's expert map says what is here")
+            raise ConfigError("the layer has no placement to change: the caller's expert map defines its experts")
         self.destinations.move(placement)
         self.placement = placement
 
