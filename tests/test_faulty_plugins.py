@@ -170,7 +170,7 @@ FAULTS = {
     # when it is asked
     "scheme format raises": scheme("Format.resolve = lambda *a: 1 / 0", "ZeroDivisionError"),
     "scheme format exits": scheme("Format.resolve = lambda *a: sys.exit(0)", "SystemExit: 0"),
-    "scheme format says no text": scheme("Format.resolve = lambda *a: True", "expected an ExpertLayout or a text"),
+    "scheme format says no text": scheme("Format.resolve = lambda *a: True", "expected an ExpertLayout or a string"),
     "scheme format cannot be made": scheme("def f(self): raise OSError('made')\nFormat.__init__ = f", "OSError: made"),
     "added format raises": form("Format.resolve = lambda *a: {}['x']", "KeyError"),
     "backend reasons raise": backend(

@@ -554,9 +554,7 @@ def test_router_bias(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["router.bias", "gate.bias", "gate.e_score_correction_bias"])
 def test_tensors_that_the_family_has_not(tmp_path: Path, name: str) -> None:
     config = {"model_type": "qwen3_moe", **NEW}
-    refused(
-        tmp_path / "a", f"{name} is unknown: routers of model_type 'qwen3_moe' have no such", config, bias(name)
-    )
+    refused(tmp_path / "a", f"{name} is unknown: routers of model_type 'qwen3_moe' have no such", config, bias(name))
     routing = "softmax,renormalize" + (",has_correction_bias" if "correction" in name else "")
     found = model(tmp_path / "b", config, bias(name), settings=ModelSettings(routing))
     used = found.correction_bias if "correction" in name else found.router_bias

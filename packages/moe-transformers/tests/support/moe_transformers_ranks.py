@@ -27,7 +27,7 @@ def models(rank: int, quantized: Path, device: str) -> dict[str, Any]:
     shared = {"distributed_config": DistributedConfig(tp_size=2)}
     for name, groups, arguments in (
         ("columns and all else", None, shared),
-        ("experts and all else", mc.ParallelGroups.create(ep_size=2), shared),
+        ("expected the same number", mc.ParallelGroups.create(ep_size=2), shared),
         ("experts alone", mc.ParallelGroups.create(ep_size=2), {"device_map": place} if device == "cuda" else {}),
     ):
         with moe_transformers.loading(activation_key=None, groups=groups):

@@ -230,9 +230,7 @@ def _check_router(entries: ConfigKeys, family: Family, router: RouterTensors, *,
     if not family.correction_bias:
         spare = spare or router.correction
     if spare is not None:
-        raise entries.error(
-            f"{spare} is unknown: routers of model_type {model_type!r} have no such tensor: {BY_HAND}"
-        )
+        raise entries.error(f"{spare} is unknown: routers of model_type {model_type!r} have no such tensor: {BY_HAND}")
 
 
 def _assumed(

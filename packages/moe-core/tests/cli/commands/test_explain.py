@@ -100,10 +100,10 @@ def test_the_batched_format(moe: Any) -> None:
         (("--tokens", "0"), "argument --tokens: expected 1 or more"),
         (("--all-layers",), "--all-layers is for a checkpoint folder"),
         (("--layer", "1"), "--layer needs a checkpoint folder"),
-        (("--stack", "talker"), "--stack is for a checkpoint folder"),
-        (("--routing", "softmax"), "--routing is for a checkpoint folder"),
-        (("--assume",), "--assume is for a checkpoint folder"),
-        (("--top-k", "2"), "--top-k is for a checkpoint folder"),
+        (("--stack", "talker"), "--stack needs a checkpoint folder"),
+        (("--routing", "softmax"), "--routing needs a checkpoint folder"),
+        (("--assume",), "--assume needs a checkpoint folder"),
+        (("--top-k", "2"), "--top-k needs a checkpoint folder"),
     ],
 )
 def test_refuses(moe: Any, arguments: tuple[str, ...], part: str) -> None:
