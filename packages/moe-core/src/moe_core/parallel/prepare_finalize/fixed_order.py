@@ -90,14 +90,17 @@ def sum_and_scatter(
         return AsyncResult(add)
     whole = output.shape[0] == each
     own = output if whole else partial.new_empty(each, partial.shape[1])
-    what, summed = "results are added up (reduce-scatter)", AsyncResult.done(None)
+    what, summed = "results are added up (reduce-scatter)", None
     if overlap:
         summed = among.begin(what, dist.reduce_scatter_tensor, own, partial)
     else:
         among.reduce_scatter(what, own, partial)
+        if whole:
+            return AsyncResult.done(None)
 
     def finish() -> None:
-        summed.wait()
+        if summed is not None:
+            summed.wait()
         if not whole:
             output.copy_(own[: output.shape[0]])
 
