@@ -528,7 +528,7 @@ class FusedMoEKernel:
             return
         partial, counts = output if movement.sums_in_place else torch.empty_like(hidden_states), routing.tokens_per_rank
         recordable = self._recordable and output.is_cuda and routing.adapter_ids is None
-        if recordable and movement.collective and experts.claims.reduces:
+        if recordable and movement.collective and self.experts.claims.reduces:
             reserved = movement.reserve(partial, hidden_states, routing, self._quantize_as())
             if reserved is not None:
                 self._run_reserved(reserved, partial, hidden_states, routing)

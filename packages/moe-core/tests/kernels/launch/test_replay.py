@@ -63,9 +63,28 @@ class Kernel:
     @staticmethod
     def compute(out: Any, pair: Any, descriptor: Any, scale: float) -> None:
         target, a = floats(out), floats(pair[0])
-        b = floats(descriptor.base if descriptor is not None else pair[1])
+        b = floats(pair[1] if descriptor is None else getattr(descriptor, "base", descriptor))
         for i in range(SIZE):
             target[i] = scale * a[i] + b[i]
+
+
+class Launcher:
+    """Triton's launcher: it looks for scratch memory and encodes descriptors, then calls a C function."""
+
+    profile_scratch_size = 0
+
+    def __init__(self, launcher: Callable[..., None], scratch: int) -> None:
+        self.global_scratch_size = scratch
+        self.encodings = encodings = list[int]()
+
+        def inner(*args: Any) -> None:
+            encodings.append(len(args))
+            launcher(*(arg.base.data_ptr() if hasattr(arg, "base") else arg for arg in args))
+
+        self.launch = inner
+
+    def __call__(self, *args: Any) -> None:
+        self.launch(*args)
 
 
 def numbers(size: int = SIZE) -> Tensor:
@@ -116,6 +135,20 @@ def test_later_calls_start_the_recorded_launches_with_their_own_addresses(worksp
     assert (kernel.dispatched, kernel.started) == (4, 8)
     assert kernel.streams == [7] * 8
     assert calls.reasons() == (None,)
+
+
+@pytest.mark.parametrize(("scratch", "encodings"), [(0, 2), (16, 8)])
+def test_a_launcher_without_scratch_memory_is_run_once_for_a_record(scratch: int, encodings: int) -> None:
+    kernel, weights, workspace = Kernel(), layer(), Workspace("cpu")
+    launcher = kernel.compiled.run = Launcher(kernel.start, scratch)
+    calls = Replay(weights)
+    for number in range(6):
+        x, out = numbers(), torch.full((SIZE,), float("nan"))
+        calls.run(product(kernel, weights, x, out, weights.w2), (out, x), workspace)
+        assert torch.equal(out, expected(weights, x)), number
+    assert (kernel.dispatched, kernel.started) == (4, 8)
+    assert kernel.streams == [7] * 8
+    assert len(launcher.encodings) == encodings
 
 
 def test_launches_that_are_only_looked_at_are_not_remembered() -> None:

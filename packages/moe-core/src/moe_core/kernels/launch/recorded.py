@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from types import CellType, FunctionType
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ ALIGNMENT = 16
 #: owner of an address: the workspace, a tensor of the call (its index), or memory of the weights
 SCRATCH = "workspace"
 Owner = int | str | tuple[str, int]
+#: stands for the stream of a start
+_STREAM: Final = object()
 
 
 class Lasting(Protocol):
@@ -184,9 +187,17 @@ class Record:
         self.bindings = bindings
         #: addresses to fill in: (list, index in it, owner of the memory, offset in bytes)
         self._addresses: list[tuple[list[Any], int, Owner, int]] = []
+        #: places of the stream: (list, index in it)
+        self._streams: list[tuple[list[Any], int]] = []
         #: tuples that contain addresses: (list, index in it, items of the tuple); inner tuples first
         self._tuples: list[tuple[list[Any], int, list[Any]]] = []
-        self._launches = [(*head, self._filled(arguments, memory, scratch)) for *head, arguments in recording.launches]
+        self._launches: list[tuple[Callable[..., None], list[Any]]] = []
+        for run, grid, function, metadata, relocatable in recording.launches:
+            arguments = _resolved(relocatable, memory, scratch)
+            # The last step of Triton's dispatch. The None values are the hooks' metadata and the two launch hooks.
+            launch, given = _expanded(run, [*grid, _STREAM, function, metadata, None, None, None, *arguments])
+            self._note(given)
+            self._launches.append((launch, given))
         self._lock = threading.Lock()
 
     def start(self, addresses: Mapping[Owner, int], stream: int) -> bool:
@@ -205,34 +216,82 @@ class Record:
             # no Python function call per address: there are dozens of addresses
             for arguments, place, owner, offset in self._addresses:
                 arguments[place] = addresses[owner] + offset
+            for arguments, place in self._streams:
+                arguments[place] = stream
             for arguments, place, items in self._tuples:
                 arguments[place] = tuple(items)
-            for run, grid, function, metadata, arguments in self._launches:
-                # the last step of Triton's dispatch; the None values are the hooks' metadata and the two launch hooks
-                run(*grid, stream, function, metadata, None, None, None, *arguments)
+            for launch, arguments in self._launches:
+                launch(*arguments)
         finally:
             self._lock.release()
         return True
 
-    def _filled(self, relocatable: Sequence[Any], memory: WeightMemory, scratch: Tensor | None) -> list[Any]:
-        """Fill in the addresses that persist, and note the places of the others."""
-        arguments = list(relocatable)
-        for index, value in enumerate(relocatable):
-            if isinstance(value, tuple):
-                noted = len(self._addresses)
-                items = self._filled(value, memory, scratch)
-                arguments[index] = tuple(items)
-                if len(self._addresses) > noted:
-                    self._tuples.append((arguments, index, items))
-            elif not isinstance(value, Pointer):
-                continue
-            elif value.descriptor is not None:
-                arguments[index] = _descriptor(value, memory, scratch)
-            elif isinstance(value.owner, tuple):
-                arguments[index] = memory.ranges[value.owner[1]][1] + value.offset
-            else:
+    def _note(self, arguments: list[Any]) -> bool:
+        """Note the places of the addresses and of the stream; return whether there are some."""
+        before = len(self._addresses) + len(self._streams)
+        for index, value in enumerate(arguments):
+            if value is _STREAM:
+                self._streams.append((arguments, index))
+            elif isinstance(value, Pointer):
                 self._addresses.append((arguments, index, value.owner, value.offset))
-        return arguments
+            elif isinstance(value, list):
+                self._note(value)
+            elif isinstance(value, tuple):
+                items = list(value)
+                if self._note(items):
+                    self._tuples.append((arguments, index, items))
+        return len(self._addresses) + len(self._streams) > before
+
+
+def _resolved(relocatable: Sequence[Any], memory: WeightMemory, scratch: Tensor | None) -> list[Any]:
+    """Replace the pointers whose addresses persist: those to weights, and those in descriptors."""
+    found: list[Any] = []
+    for value in relocatable:
+        if isinstance(value, tuple):
+            found.append(tuple(_resolved(value, memory, scratch)))
+        elif isinstance(value, Pointer) and value.descriptor is not None:
+            found.append(_descriptor(value, memory, scratch))
+        elif isinstance(value, Pointer) and isinstance(value.owner, tuple):
+            found.append(memory.ranges[value.owner[1]][1] + value.offset)
+        else:
+            found.append(value)
+    return found
+
+
+def _expanded(run: Any, given: list[Any]) -> tuple[Callable[..., None], list[Any]]:
+    """Return the C function by which Triton starts a kernel, and the arguments that it gets for ``given``.
+
+    At every start Triton's launcher looks for scratch memory and encodes the TMA descriptors, in Python. This takes
+    longer than the C function, and gives the same results for the same addresses. So one start with markers in place of
+    what changes is intercepted.
+
+    Args:
+        run: Triton's launcher.
+        given: Its arguments.
+
+    Returns:
+        Function and arguments; ``run`` and ``given`` if the launcher is of an unknown kind, or needs scratch memory.
+    """
+    launch = getattr(run, "launch", None)
+    if launch is None or any(getattr(run, name, None) != 0 for name in ("global_scratch_size", "profile_scratch_size")):
+        return run, given
+    if getattr(run, "gsan_enabled", False):
+        return run, given
+    found: list[list[Any]] = []
+
+    def note(*arguments: Any) -> None:
+        found.append([*arguments])
+
+    intercepted = note
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    if "launcher" in names:  # a Python function that encodes descriptors for the C function
+        cells, place = list(launch.__closure__), names.index("launcher")
+        launch, cells[place] = cells[place].cell_contents, CellType(note)
+        intercepted = FunctionType(run.launch.__code__, run.launch.__globals__, closure=tuple(cells))
+    probe = copy.copy(run)
+    probe.launch = intercepted
+    probe(*given)
+    return launch, found[0]
 
 
 def _descriptor(pointer: Pointer, memory: WeightMemory, scratch: Tensor | None) -> Any:
