@@ -16,7 +16,7 @@ USED = {
     "launch.compile_target": "Target compiling_for",
     "launch.current_device": "current",
     "launch.example": "Specimen",
-    "launch.launch": "Launch record",
+    "launch.launch": "Launch host_step record",
     "launch.replay": "Replay",
     "ops._backend": "interpreting use_triton",
     "ops.dispatch": "UnpackedTokens count_destinations held_experts pack_all pack_tokens unpack",

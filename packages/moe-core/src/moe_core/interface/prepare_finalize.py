@@ -55,12 +55,15 @@ class ReservedCall:
         kind: What determines the launches in addition to tensors.
         result: [M', K], where experts that reduce write their output.
         end: Callback that completes the call after the launches.
+        step: Step of the host between the launches, if there is one: prepare passes it to
+            :func:`moe_core.kernels.launch.launch.host_step`.
     """
 
     tensors: tuple[Tensor, ...]
     kind: tuple[Hashable, ...]
     result: Tensor
     end: Callable[[], None]
+    step: Callable[[], None] | None
 
 
 class TopKWeightAndReduce(ABC):
@@ -308,7 +311,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def reserve(
         self, output: Tensor, hidden_states: Tensor, routing: TokenRouting, quantize_as: QuantKey | None
     ) -> ReservedCall | None:
-        """Do what precedes the launches of a call with experts that reduce: exchange numbers and tokens, take memory.
+        """Do what precedes the launches of a call with experts that reduce: exchange numbers, take memory.
 
         :meth:`prepare` and :meth:`finalize` get the result as ``routing.reserved`` and make only launches. They are
         recorded as one with the experts, and do not run when the record is replayed.

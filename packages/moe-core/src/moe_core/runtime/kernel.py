@@ -556,7 +556,7 @@ class FusedMoEKernel:
         def call(workspace: Workspace) -> None:
             self.run_parts(workspace, output, hidden_states, replace(routing, reserved=reserved))
 
-        self._replay.run(call, reserved.tensors, self._workspace, *reserved.kind)
+        self._replay.run(call, reserved.tensors, self._workspace, *reserved.kind, step=reserved.step)
         reserved.end()
 
     def run_parts(

@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from moe_core.kernels.launch.current_device import current, device_of, has_several_gpus
 from moe_core.kernels.launch.describe import Value, describe
 
@@ -108,6 +110,27 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
         yield
     finally:
         _OBSERVER.reset(token)
+
+
+#: stands for a step of the host among the launches that an observer gets
+HOST_STEP = Launch("host step", (), {})
+
+
+def host_step(step: Callable[[], None]) -> None:
+    """Run a step of the host between launches, such as a collective.
+
+    A replayed call runs its step in the same place (:meth:`moe_core.kernels.launch.replay.Replay.run`).
+
+    Args:
+        step: The step.
+    """
+    observer = _OBSERVER.get()
+    if observer is None:
+        step()
+        return
+    with torch._C.DisableTorchFunction():  # a record repeats what torch does here
+        step()
+    observer(HOST_STEP)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **keywords: Any) -> None:

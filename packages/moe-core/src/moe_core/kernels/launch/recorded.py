@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from moe_core.kernels.launch.launch import Launch
+from moe_core.kernels.launch.launch import HOST_STEP, Launch
 from moe_core.spec.weights import TensorPlaces
 
 #: alignment in bytes of addresses for which Triton specializes kernels
@@ -128,7 +128,8 @@ class Recording:
         self.scratch_alignment = next((start for owner, start, _ in ranges if owner == SCRATCH), 0) % ALIGNMENT
         #: whether a TMA descriptor contains the address of the workspace
         self.describes_scratch = False
-        self.launches = [self._prepared(one, ranges) for one in launched]
+        #: None: a step of the host
+        self.launches = [None if one is HOST_STEP else self._prepared(one, ranges) for one in launched]
 
     def _prepared(self, one: Launch, ranges: Sequence[tuple[Owner, int, int]]) -> tuple[Any, ...]:
         compiled = one.compiled
@@ -192,26 +193,33 @@ class Record:
         #: tuples that contain addresses: (list, index in it, items of the tuple); inner tuples first
         self._tuples: list[tuple[list[Any], int, list[Any]]] = []
         self._launches: list[tuple[Callable[..., None], list[Any]]] = []
-        for run, grid, function, metadata, relocatable in recording.launches:
+        for prepared in recording.launches:
+            if prepared is None:
+                self._launches.append((self._run_step, []))
+                continue
+            run, grid, function, metadata, relocatable = prepared
             arguments = _resolved(relocatable, memory, scratch)
             # The last step of Triton's dispatch. The None values are the hooks' metadata and the two launch hooks.
             launch, given = _expanded(run, [*grid, _STREAM, function, metadata, None, None, None, *arguments])
             self._note(given)
             self._launches.append((launch, given))
+        self._step: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
-    def start(self, addresses: Mapping[Owner, int], stream: int) -> bool:
+    def start(self, addresses: Mapping[Owner, int], stream: int, step: Callable[[], None] | None = None) -> bool:
         """Start the launches with the addresses of a call.
 
         Args:
             addresses: Address of each owner's memory.
             stream: CUDA stream.
+            step: The call's step of the host between launches, if it has one.
 
         Returns:
             False, without any launch, if another thread is starting the same record.
         """
         if not self._lock.acquire(blocking=False):
             return False
+        self._step = step
         try:
             # no Python function call per address: there are dozens of addresses
             for arguments, place, owner, offset in self._addresses:
@@ -223,8 +231,13 @@ class Record:
             for launch, arguments in self._launches:
                 launch(*arguments)
         finally:
+            self._step = None
             self._lock.release()
         return True
+
+    def _run_step(self) -> None:
+        if self._step is not None:
+            self._step()
 
     def _note(self, arguments: list[Any]) -> bool:
         """Note the places of the addresses and of the stream; return whether there are some."""

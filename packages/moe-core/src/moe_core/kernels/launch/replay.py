@@ -158,6 +158,7 @@ class Replay:
         inputs: Sequence[Tensor | None],
         workspace: Workspace | None,
         *kind: Hashable,
+        step: Callable[[], None] | None = None,
     ) -> None:
         """Execute ``call``: by replaying a record, or by calling it with the workspace.
 
@@ -166,9 +167,10 @@ class Replay:
             inputs: The call's tensors, including the output, always in the same order.
             workspace: The layer's workspace, or None for a separate workspace per call.
             *kind: Values that determine the launches in addition to the tensors.
+            step: What the call passes to :func:`moe_core.kernels.launch.launch.host_step`, if it does so, once.
         """
         scratch = workspace if workspace is not None else Workspace(self.weights.device)
-        self._run(functools.partial(call, scratch), inputs, kind, scratch, workspace is not None)
+        self._run(functools.partial(call, scratch), inputs, kind, scratch, workspace is not None, step)
 
     def step(self, call: Callable[[], object], inputs: Sequence[Tensor | None], *kind: Hashable) -> None:
         """Execute a step without a workspace, like :meth:`run`.
@@ -187,6 +189,7 @@ class Replay:
         of: tuple[Hashable, ...],
         scratch: Workspace | None,
         lasting: bool,
+        step: Callable[[], None] | None = None,
     ) -> None:
         place, device = self.weights.device, None
         if place.type == "cuda":
@@ -194,7 +197,7 @@ class Replay:
             if device != place.index:
                 # launches go to the current GPU
                 with torch.cuda.device(place):
-                    self._run(call, inputs, of, scratch, lasting)
+                    self._run(call, inputs, of, scratch, lasting, step)
                 return
         if RECORDING.get() is not None:  # nothing runs, so there is nothing to replay
             call()
@@ -230,7 +233,7 @@ class Replay:
                 return
             found = _bound(recording, memory, scratch, lasting)
             _remember(self._records, kind, found)
-        if isinstance(found, NotReplayable) or not self._started(found, inputs, scratch, lasting, memory, kind):
+        if isinstance(found, NotReplayable) or not self._started(found, inputs, scratch, lasting, memory, kind, step):
             call()
 
     def _started(
@@ -241,6 +244,7 @@ class Replay:
         lasting: bool,
         memory: WeightMemory,
         kind: tuple[Any, ...],
+        step: Callable[[], None] | None,
     ) -> bool:
         """Start the launches of a record; False, without any launch, if the call must be dispatched."""
         if _has_hooks():
@@ -251,7 +255,7 @@ class Replay:
                 addresses[index] = tensor.data_ptr()
         device = kind[0]
         if scratch is None:
-            return record.start(addresses, _current_stream(device))
+            return record.start(addresses, _current_stream(device), step)
         with scratch.lock:
             start = addresses[SCRATCH] = scratch.hold(record.recording.scratch).data_ptr()
             if start % ALIGNMENT != record.recording.scratch_alignment:
@@ -265,7 +269,7 @@ class Replay:
                     return False
                 _remember(self._records, kind, moved)
                 record = moved
-            return record.start(addresses, _current_stream(device))
+            return record.start(addresses, _current_stream(device), step)
 
 
 def _recorded(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from moe_core._support.async_result import AsyncResult
 from moe_core.interface.prepare_finalize import Prepared, ReservedCall, TokenRouting, TopKWeightAndReduce
 from moe_core.interface.prepare_finalize_claims import PrepareFinalizeClaims
+from moe_core.kernels.launch.launch import host_step
 from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
 from moe_core.parallel.prepare_finalize.collective import Arrived, CollectivePrepareAndFinalize, local_experts
 from moe_core.parallel.prepare_finalize.fixed_order import sum_and_scatter
@@ -48,15 +49,17 @@ class _Rows:
 
 @dataclass(eq=False, slots=True)
 class _GatheredCall(ReservedCall):
-    """A call whose tokens have been gathered.
+    """A call that is recorded as a whole.
 
     Attributes:
+        own: Rows of this rank, uint8 ``[most, bytes]``.
         rows: Rows of all ranks, uint8 ``[R, bytes]``.
         code: Encoding of the tokens.
         parts: Memory of what is unpacked, uint8.
         layout: Layout of ``parts``.
     """
 
+    own: Tensor
     rows: Tensor
     code: TokenCode
     parts: Tensor
@@ -68,11 +71,13 @@ class _Form(NamedTuple):
 
     Attributes:
         code: Encoding of the tokens.
+        nbytes: Bytes of a row.
         layout: Layout of what is unpacked.
-        kind: What determines the launches behind the gathering, in addition to tensors.
+        kind: What determines the launches in addition to tensors.
     """
 
     code: TokenCode
+    nbytes: int
     layout: WorkspaceLayout
     kind: tuple[Hashable, ...]
 
@@ -131,15 +136,16 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             most = max(self.counts(hidden_states, routing.tokens_per_rank))
         if not most:
             return None
-        code, layout, kind = self._form(most, hidden_states, quantize_as)
-        own = self._packed(Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids), code, most)
-        count = self.exchange.size * most
-        rows = own.new_empty((count, own.shape[1]))
-        self.exchange.all_gather(_GATHER, rows, own)
-        parts = rows.new_empty(layout.nbytes)
+        code, nbytes, layout, kind = self._form(most, hidden_states, quantize_as)
+        tables, count = self.destinations.tables(hidden_states.device), self.exchange.size * most
+        own = hidden_states.new_empty((most, nbytes), dtype=torch.uint8)
+        rows = own.new_empty((count, nbytes))
+        parts = own.new_empty(layout.nbytes)
         result = hidden_states.new_empty((count, code.columns))
-        end = bound(self._scatter, output, result, most)
-        return _GatheredCall((rows, parts, result), kind, result, end, rows, code, parts, layout)
+        given = hidden_states, routing.topk_weights, routing.topk_ids, own, rows, parts, result
+        gather, end = bound(self.exchange.all_gather, _GATHER, rows, own), bound(self._scatter, output, result, most)
+        tensors = *given, tables.slots, tables.counts
+        return _GatheredCall(tensors, kind, result, end, gather, own, rows, code, parts, layout)
 
     def _form(self, most: int, hidden_states: Tensor, quantize_as: QuantKey | None) -> _Form:
         """The sizes of a call; cached because each call needs them."""
@@ -152,8 +158,9 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             count, top_k = self.exchange.size * most, self.config.top_k
             held = self.destinations.held(self.destinations.tables(hidden_states.device))
             layout = WorkspaceLayout(UnpackedTokens.specs(count, code, top_k))
-            kind = code.code_dtype, code.columns, code.groups, top_k, *held
-            found = self._forms[most] = _Form(code, layout, kind)
+            encoding = code.columns, code.code_dtype, code.scale_dtype, code.groups, top_k
+            kind = *encoding, most, self.destinations.offset, *held
+            found = self._forms[most] = _Form(code, TokenLayout.rows(code, top_k).nbytes, layout, kind)
         return found
 
     def _scatter(self, output: Tensor, result: Tensor, most: int) -> None:
@@ -172,6 +179,9 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             return super().prepare(hidden_states, routing, quantize_as, static_scale)
         from moe_core.kernels.ops.dispatch import UnpackedTokens
 
+        self._pack_into(call.own, Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids), call.code)
+        if call.step is not None:
+            host_step(call.step)
         found = UnpackedTokens.inside(call.rows, call.code, call.layout.tensors(call.parts))
         self._unpack(call.rows, call.code, found)
         return Arrived(found.hidden, TokenRouting(found.weights, found.experts), found.scale)
@@ -211,19 +221,28 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
 
     def _packed(self, tokens: Tokens, code: TokenCode, most: int) -> Tensor:
         """The rows of :meth:`_pack`."""
+        ids, adapter_ids = tokens.experts, tokens.adapter_ids
+        layout = TokenLayout.rows(code, ids.shape[1], adapters=adapter_ids is not None)
+        rows = tokens.hidden_states.new_empty((most, layout.nbytes), dtype=torch.uint8)
+        given = tokens.hidden_states, ids, tokens.weights, adapter_ids, rows
+        self.destinations.step(ids.device, bound(self._pack_into, rows, tokens, code), given, "pack", code)
+        return rows
+
+    def _pack_into(self, rows: Tensor, tokens: Tokens, code: TokenCode) -> None:
         from moe_core.kernels.ops.dispatch import pack_all
 
-        hidden, ids, weights, adapter_ids = tokens.hidden_states, tokens.experts, tokens.weights, tokens.adapter_ids
-        destinations, device = self.destinations, ids.device
-        layout = TokenLayout.rows(code, ids.shape[1], adapters=adapter_ids is not None)
-        rows = hidden.new_empty((most, layout.nbytes), dtype=torch.uint8)
-
-        def pack() -> None:
-            tables, offset = destinations.tables(device), destinations.offset
-            pack_all(hidden, ids, weights, tables, code, rows=most, offset=offset, adapter_ids=adapter_ids, out=rows)
-
-        destinations.step(device, pack, (hidden, ids, weights, adapter_ids, rows), "pack", code)
-        return rows
+        hidden, ids, destinations = tokens.hidden_states, tokens.experts, self.destinations
+        pack_all(
+            hidden,
+            ids,
+            tokens.weights,
+            destinations.tables(ids.device),
+            code,
+            rows=len(rows),
+            offset=destinations.offset,
+            adapter_ids=tokens.adapter_ids,
+            out=rows,
+        )
 
     def _unpack(self, rows: Tensor, code: TokenCode, found: UnpackedTokens) -> None:
         from moe_core.kernels.ops.dispatch import unpack

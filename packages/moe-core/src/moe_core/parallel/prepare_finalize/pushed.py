@@ -200,7 +200,7 @@ class PushedPrepareAndFinalize(CollectivePrepareAndFinalize):
         result = torch.empty(rows, dtype=hidden_states.dtype, device=device)
         given = output, hidden_states, routing.topk_weights, routing.topk_ids, result, taken.places
         memory = buffer.memory, buffer.addresses, buffer.state, tables.slots, tables.counts
-        return _WholeCall((*given, *memory), taken.kind, result, taken.release, taken)
+        return _WholeCall((*given, *memory), taken.kind, result, taken.release, None, taken)
 
     def prepare(
         self,
