@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_core.kernels.experts.grouped import GroupedExperts
-from moe_core.kernels.gemm.heuristics.gemv import MOST_SCALED
+from moe_core.kernels.gemm.heuristics.gemv import MOST
 from moe_core.kernels.gemm.plan import GemvPlan
 from moe_core.spec.weights import KernelWeights
 from moe_core.spec.workspace import WorkspaceSpec
@@ -69,7 +69,7 @@ class ScaledGemvExperts(GroupedExperts):
         found = super().workspaces(num_tokens)
         if not self.takes_vectors or self.problem.capability != 90:
             return found
-        shape = CallShape(self.config, min(num_tokens, MOST_SCALED))
+        shape = CallShape(self.config, min(num_tokens, MOST))
         h = WorkspaceSpec("h", (shape.pairs, padded(self.config.intermediate_size)), shape.wide)
         # other calls may quantize h in the epilogue that produces it, so the base class may declare no unquantized h
         others = tuple(spec for spec in found if spec.name != "h")

@@ -63,4 +63,5 @@ def gemv_plan(problem: LayerProblem, tokens: int) -> GemvPlan | None:
     Returns:
         The plan, or None where tiles are faster or results must be batch invariant.
     """
-    return None if problem.batch_invariant else choose_gemv(rules_of(problem).gemv(problem), problem, tokens)
+    rules = rules_of(problem).gemv
+    return None if rules is None or problem.batch_invariant else choose_gemv(rules, problem, tokens)

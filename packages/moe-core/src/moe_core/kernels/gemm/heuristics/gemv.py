@@ -1,7 +1,7 @@
 """Launch configurations of a layer for few tokens, whose pairs are not sorted.
 
 Each pair reads its expert's weights, from L2 if another pair of that expert has just read them. Tiles read the weights
-of each reached expert once, but take more launches. The smaller modeled time decides (`GemvRule.times`), so the number
+of each reached expert once, but take more launches. The smaller modeled time decides (`GemvRules.times`), so the number
 of pairs and their weights count, not that of tokens.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 from moe_core.kernels.gemm.heuristics.cost import MAX_PARTIALS, RESIDENT, RESIDENT_4, Speed, steps_of
 from moe_core.kernels.gemm.heuristics.problem import LayerProblem
@@ -17,8 +18,10 @@ from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 #: Largest number of pairs per reached expert for more than FEW tokens where experts are sharded over ranks. Every row
 #: received from another rank has a local expert, so received rows share experts more often than other rows.
 SHARED_SENT, FEW = 1.2, 4
-#: Largest number of tokens for 8-bit weights and activations.
-MOST_SCALED = 12
+#: Largest number of tokens, for which the workspace of 8-bit layers has space.
+MOST = 12
+#: Longest vectors that fit in shared memory next to `mma.sync`, which has them in eight columns.
+LONGEST = 16384
 #: Bytes of repeated weight reads from which neighboring programs take the same weight rows. Below that, neighboring
 #: programs take the same pair and adjacent rows.
 AGAIN = 17e6
@@ -27,9 +30,6 @@ AGAIN = 17e6
 RESIDENT_WARPS = 4 * RESIDENT_4
 FULL = 0.6
 FULL_ROUNDS = 0.8
-#: Longest vectors that fit in shared memory, in columns. Values of e4m3 are stored there as float16. Vectors multiplied
-#: with e2m1 are stored in eight columns.
-LONGEST = {"e4m3": 32768, "int8": 65536, "e2m1": 16384}
 #: Limits on the intermediate size for 8-bit weights in gemm2. Above LONG, gemm2 takes long steps. From LONG on, int8
 #: does not sum a token's pairs in gemm2. e4m3 sums them there up to SHORT for one token, and up to SHORTEST for more.
 LONG = 2048
@@ -40,20 +40,27 @@ DEEP = 4096
 
 
 @dataclass(frozen=True)
-class GemvRule:
-    """When and how a layer multiplies vectors instead of tiles.
+class GemvRules:
+    """When and how an element type's layers multiply vectors instead of tiles.
 
     Attributes:
         plan: Returns the configurations for a number of tokens.
-        vectors: Speed of vectors. Each pair reads the weights of its expert.
-        tiles: Speed of tiles. Each expert's weights are read once.
+        vectors: Speed of vectors on sm_90. Each pair reads the weights of its expert.
+        tiles: Speed of tiles on sm_90. Each expert's weights are read once.
+        block_tiles: The same with block scales, if it differs.
         most: Largest number of tokens. With more, skewed routing makes pairs share experts more often than modeled.
+        longest: Largest hidden and intermediate size of these speeds, for which vectors fit in shared memory.
+        elsewhere: Pairs per reached expert at which both take equal times on other GPUs, or for longer vectors; 0 if
+            there is no kernel.
     """
 
     plan: Callable[[LayerProblem, int], GemvPlan]
     vectors: Speed
     tiles: Speed
-    most: int
+    block_tiles: Speed | None = None
+    most: int = MOST
+    longest: float = inf
+    elsewhere: float = 0
 
     def times(self, problem: LayerProblem, tokens: int) -> tuple[float, float]:
         """Return the modeled times of vectors and of tiles, under uniform routing.
@@ -63,91 +70,73 @@ class GemvRule:
             tokens: Number of tokens of the call.
 
         Returns:
-            Both times in µs.
+            Both times in µs; only their ratio counts on GPUs other than sm_90.
         """
         plan, pairs = self.plan(problem, tokens), tokens * problem.top_k
         rows = plan.gemm2.block_n // (problem.top_k if plan.fuse_finalize else 1)
         loaded1 = steps_of(problem.width, plan.gemm1.block_n) * problem.hidden_size
         loaded2 = steps_of(problem.hidden_size, rows) * problem.intermediate_size
-        vectors = self.vectors.time(pairs * problem.expert_bytes, pairs * (loaded1 + loaded2))
-        return vectors, self.tiles.time(problem.reached(tokens) * problem.expert_bytes)
+        vectors, tiles = self.vectors, self.tiles
+        if not self._measured(problem):
+            vectors, tiles = Speed(0, self.elsewhere), Speed(0, 1)
+        elif problem.group_size != -1 and self.block_tiles is not None:
+            tiles = self.block_tiles
+        taken = vectors.time(pairs * problem.expert_bytes, pairs * (loaded1 + loaded2))
+        return taken, tiles.time(problem.reached(tokens) * problem.expert_bytes)
+
+    def _measured(self, problem: LayerProblem) -> bool:
+        return problem.capability == 90 and max(problem.hidden_size, problem.intermediate_size) <= self.longest
+
+    def supports(self, problem: LayerProblem, tokens: int) -> bool:
+        """Whether the kernel can compute a call, and the workspace has space for its results.
+
+        Args:
+            problem: Layer properties that do not change between calls.
+            tokens: Number of tokens of the call.
+
+        Returns:
+            True if it can.
+        """
+        hidden, inner = problem.hidden_size, problem.intermediate_size
+        if tokens > self.most or tokens * problem.top_k * hidden > MAX_PARTIALS:
+            return False
+        if problem.family == "scaled_mm" and (hidden % 16 or inner % 16 or not problem.may_split):
+            return False
+        return self.elsewhere > 0 or self._measured(problem)
 
 
-def choose_gemv(rule: GemvRule | None, problem: LayerProblem, tokens: int) -> GemvPlan | None:
+def choose_gemv(rules: GemvRules, problem: LayerProblem, tokens: int) -> GemvPlan | None:
     """Return the plan for one token, or for a few that share few experts; None for more.
 
     Args:
-        rule: Rule of the layer's element type; None without such kernels.
+        rules: Rules of the layer's element type.
         problem: Layer properties that do not change between calls.
         tokens: Number of tokens of the call.
 
     Returns:
-        The plan, or None where tiles are faster.
+        The plan, or None where tiles are faster or there is no kernel.
     """
     pairs, reached = tokens * problem.top_k, problem.reached(tokens)
-    if rule is None or tokens > rule.most or pairs * problem.hidden_size > MAX_PARTIALS:
+    if not rules.supports(problem, tokens):
         return None
-    vectors, tiles = rule.times(problem, tokens)
+    vectors, tiles = rules.times(problem, tokens)
     if vectors > tiles or (problem.sharded and tokens > FEW and pairs > SHARED_SENT * reached):
         return None
-    plan, along_m = rule.plan(problem, tokens), (pairs - reached) * problem.expert_bytes >= AGAIN
+    plan, along_m = rules.plan(problem, tokens), (pairs - reached) * problem.expert_bytes >= AGAIN
     gemm1, gemm2 = (replace(config, along_m=along_m) for config in (plan.gemm1, plan.gemm2))
     return replace(plan, gemm1=gemm1, gemm2=gemm2)
 
 
-def scaled_gemv(problem: LayerProblem) -> GemvRule | None:
-    """Return the rule for 8-bit weights and activations: two or three launches instead of four or five.
-
-    Measured on sm_90 only. Speeds are those of an H200 for the times at which tiles become faster.
+def scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
+    """Return the plan for 8-bit weights and activations: two or three launches instead of four or five.
 
     Args:
-        problem: The layer.
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
 
     Returns:
-        The rule, or None if the kernel does not support the layer.
+        The plan.
     """
-    hidden, inner = problem.hidden_size, problem.intermediate_size
-    if problem.capability != 90 or not problem.may_split or hidden % 16 or inner % 16 or not _has_room(problem):
-        return None
-    if problem.element == "int8":
-        return GemvRule(_scaled_plan, Speed(9.5, 5.4), Speed(29.5, 5.3), MOST_SCALED)
-    # Tiles with scales per channel take more launches.
-    tiles = Speed(21, 4.75) if problem.group_size == -1 else Speed(16, 5.0)
-    return GemvRule(_scaled_plan, Speed(10, 5.5, 0.6), tiles, 8)
-
-
-#: Speeds of vectors and of tiles by element type on sm_90, with 16-bit activations.
-WORDS = {
-    "int4": (Speed(8.5, 4.5), Speed(21, 4.3)),
-    "int8": (Speed(8.5, 5.4), Speed(13, 3.6)),
-    "e4m3": (Speed(9, 4.6), Speed(13, 4.3)),
-}
-
-
-def words_gemv(problem: LayerProblem) -> GemvRule:
-    """Return the rule for 16-bit activations and repacked weights.
-
-    Args:
-        problem: The layer.
-
-    Returns:
-        The rule.
-    """
-    hopper, element = problem.capability == 90, problem.element
-    if element == "e2m1" and hopper and _has_room(problem):
-        return GemvRule(_mma_sync_plan, Speed(6, 3.2), Speed(15, 3.4), 12)
-    # Pairs per reached expert at which both take equal times.
-    speeds = Speed(0, {"int4": 1.47, "int8": 1.15, "e4m3": 1.07}.get(element, 1.01)), Speed(0, 1)
-    if hopper and problem.dtype_bytes == 2:
-        speeds = WORDS.get(element, speeds)
-    return GemvRule(_words_plan, *speeds, 12)
-
-
-def _has_room(problem: LayerProblem) -> bool:
-    return max(problem.hidden_size, problem.intermediate_size) <= LONGEST[problem.element]
-
-
-def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     rows = _gemm1_rows(problem, tokens)
     deep = problem.element == "int8" and rows == 32 and problem.hidden_size >= DEEP
     gemm1 = GemvConfig(rows, 128, 8, num_stages=3 if deep else 2)
@@ -164,11 +153,13 @@ def _scaled_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
 def _gemm1_rows(problem: LayerProblem, tokens: int) -> int:
     """Return the weight rows per gemm1 program, of both halves: 32, or 16 for twice as many programs.
 
-    Every program quantizes its vector, so more rows are better. With block scales, a small number of programs works
-    best in full waves of the GPU: programs of 32 rows take twice as long.
+    Every program quantizes its vector, so more rows are better, if they fill the GPU. int8 needs fewer programs for
+    short vectors. With block scales, a small number of programs works best in full waves of the GPU: programs of 32
+    rows take twice as long.
     """
     if problem.group_size == -1:
-        return 32 if problem.top_k * steps_of(problem.width, 32) >= RESIDENT else 16
+        fewest = 128 if problem.element == "int8" and problem.hidden_size < DEEP else RESIDENT
+        return 32 if problem.top_k * steps_of(problem.width, 32) >= fewest else 16
     programs, twice = (tokens * problem.top_k * steps_of(problem.width, rows) for rows in (32, 16))
     fills = programs >= 2 * RESIDENT
     return 32 if fills or 2 * steps_of(programs, RESIDENT) <= steps_of(twice, RESIDENT) else 16
@@ -198,8 +189,18 @@ def _fused_gemm2(problem: LayerProblem, tokens: int) -> GemvConfig | None:
     return config if size <= SHORT and programs <= RESIDENT else None
 
 
-def _mma_sync_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
-    """Return the `mma.sync` plan; all four warps share long rows."""
+def mma_sync_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
+    """Return the plan for 4-bit words that `mma.sync` multiplies where it can; all four warps share long rows.
+
+    Args:
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
+
+    Returns:
+        The plan.
+    """
+    if problem.capability != 90 or max(problem.hidden_size, problem.intermediate_size) > LONGEST:
+        return words_plan(problem, tokens)
     finalize = problem.top_k == 1
     if problem.hidden_size <= 2048:
         config = GemvConfig(32, 64, 4, mma_sync=True)
@@ -210,7 +211,16 @@ def _mma_sync_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
     return GemvPlan(gemm1, gemm2, pdl=True, fuse_finalize=finalize)
 
 
-def _words_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
+def words_plan(problem: LayerProblem, tokens: int) -> GemvPlan:
+    """Return the plan for 16-bit activations and repacked weights.
+
+    Args:
+        problem: Layer properties that do not change between calls.
+        tokens: Number of tokens of the call.
+
+    Returns:
+        The plan.
+    """
     hidden, size, bits = problem.hidden_size, problem.intermediate_size, problem.bits
     gemm1 = _config(problem, problem.top_k * problem.width, tokens, steps_of(hidden) * 4 * bits, 16)
     gemm2 = _config(problem, problem.top_k * hidden, tokens, steps_of(size) * 4 * bits, 32)

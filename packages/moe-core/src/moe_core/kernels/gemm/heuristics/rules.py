@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import Any
 
@@ -24,10 +24,11 @@ from moe_core.kernels.gemm.heuristics.cost import (
     RESIDENT_4,
     RESIDENT_8,
     Loops,
+    Speed,
     expected_tiles,
     steps_of,
 )
-from moe_core.kernels.gemm.heuristics.gemv import GemvRule, scaled_gemv, words_gemv
+from moe_core.kernels.gemm.heuristics.gemv import LONGEST, GemvRules, mma_sync_plan, scaled_plan, words_plan
 from moe_core.kernels.gemm.heuristics.problem import Family, LayerProblem
 from moe_core.kernels.gemm.heuristics.regimes import LONG_LOOP, NEVER, WHOLE, Change, Regime, Split, Tile, within
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
@@ -87,7 +88,7 @@ def small_shared(*warps: int) -> Regimes:
     return *rows[:-1], replace(rows[-1], rows=inf)
 
 
-def decoded(problem: LayerProblem) -> Regimes:
+def decoded(problem: LayerProblem, *, scaled_values: bool = False) -> Regimes:
     """Return the table for weights that plain Triton operations decode.
 
     These are int4 weights that become int8, and the as_stored layout. Each decoded value should enter as many products
@@ -95,26 +96,27 @@ def decoded(problem: LayerProblem) -> Regimes:
 
     Args:
         problem: The layer.
+        scaled_values: Whether scales are applied to values, not to sums.
 
     Returns:
         The regimes.
     """
     as_stored, stepwise = problem.family == "as_stored", problem.group_size != -1
-    e2m1, capability = problem.element == "e2m1", problem.capability
+    capability = problem.capability
     if as_stored and problem.dtype_bytes == 4:
         return FLOAT32
     if lacks_shared_memory(capability) or problem.permuted:
         if not as_stored:
             return small_shared(4, 8) if stepwise else small_shared(4, 8, 8)
-        # Per-column scales are gathered, which no pipeline hides. Scales of e2m1 are applied to the values. Without an
-        # NVIDIA GPU, the partial sums of a step spill next to sums of 32 rows.
-        return small_shared(*(8, 8, 8) if not stepwise and not e2m1 else (8, 8) if capability else (8,))
+        # Per-column scales are gathered, which no pipeline hides. Without an NVIDIA GPU, the partial sums
+        # of a step spill next to sums of 32 rows.
+        return small_shared(*(8, 8, 8) if not stepwise and not scaled_values else (8, 8) if capability else (8,))
     # Two programs of eight warps on each SM, or four of four warps if there are more programs.
     eight = Change({"programs1": (0, RESIDENT)}, {"num_warps": 8})
     short = Change({"steps": (0, 2)}, {"num_stages": 2})
     split = within((RESIDENT, 4))
     # The four partial sums of a step, or the scales of its columns, need more registers than four warps have.
-    wide = as_stored and (problem.group_size == 32 or (stepwise and e2m1))
+    wide = as_stored and (problem.group_size == 32 or (stepwise and scaled_values))
     few, many = swapped(64, 8, 3), swapped(128, 8, 3)
     first = (
         Regime(
@@ -251,11 +253,13 @@ def scaled_e2m1(problem: LayerProblem) -> Regimes:
 MOST_TILES_OF_8 = 1.15
 
 
-def _split_of_8_int4(loops: Loops) -> int:
-    """Return gemm1's split of int4 tiles with 8 rows.
+#: gemm1's split of tiles with 8 rows: up to three waves of long splits. A second wave that is nearly empty costs more
+#: than summing the partials.
+THREE_WAVES = within((2300, 16), (512, 4))
 
-    Up to six waves, if partial sums are at most 1/30 of the weight bytes. They are written and read (8 bytes each).
-    """
+
+def six_waves(loops: Loops) -> int:
+    """Split into up to six waves, if partial sums are at most 1/30 of the weight bytes (8 bytes each)."""
     few = int(loops.weights / (30 * 8 * max(loops.sums, 1)))
     return max(loops.split((2300, 16), (1800, 8), (720, 5), (512, 4)), loops.split((4800, 8), most=min(few, 16)))
 
@@ -272,7 +276,9 @@ def _gemm2_split_of_8(loops: Loops) -> int:
     return split
 
 
-def mixed(problem: LayerProblem) -> Regimes:
+def mixed(
+    problem: LayerProblem, *, slow: bool = False, split_of_8: Split = THREE_WAVES, changes_of_8: tuple[Change, ...] = ()
+) -> Regimes:
     """Return the table for 16-bit activations, and weights that are repacked at load time.
 
     - Tiles of 4-bit words have 128 weight rows and four warps, because the 16-bit values of more rows do not fit in
@@ -286,6 +292,9 @@ def mixed(problem: LayerProblem) -> Regimes:
 
     Args:
         problem: The layer.
+        slow: Whether dequantizing takes more instructions, so that taller tiles pay sooner.
+        split_of_8: Split of gemm1's tiles with 8 rows.
+        changes_of_8: Exceptions of gemm2's tiles with 8 rows.
 
     Returns:
         The regimes.
@@ -294,10 +303,11 @@ def mixed(problem: LayerProblem) -> Regimes:
         return FLOAT32
     if lacks_shared_memory(problem.capability):
         return small_shared(4, 8, 8)
-    return _few_rows(problem) + (_words_of_8_bits if problem.bits == 8 else _words_of_4_bits)(problem)
+    few = _few_rows(problem, split_of_8, changes_of_8)
+    return few + (_words_of_8_bits(problem) if problem.bits == 8 else _words_of_4_bits(problem, slow))
 
 
-def _few_rows(problem: LayerProblem) -> Regimes:
+def _few_rows(problem: LayerProblem, split_of_8: Split, changes_of_8: tuple[Change, ...]) -> Regimes:
     """Return the regimes of 8 and 16 rows, whose mainloops may be split."""
     gemm1, gemm2 = _tiles_of_16(problem)
     found = [Regime(gemm1, gemm2, rows=12)]
@@ -308,13 +318,8 @@ def _few_rows(problem: LayerProblem) -> Regimes:
         found.append(Regime(one, two, tiles=1.3 if problem.capability == 90 else 1.5))
     # Their instruction is another than that of taller tiles, so sums differ.
     if problem.capability == 90 and problem.bits == 4 and problem.dtype_bytes == 2 and not problem.batch_invariant:
-        int4 = problem.element == "int4"
-        # Short loops of int4 need only two warps.
-        short = (Change({"steps": (0, 2)}, {"num_warps": 2}),) if int4 else ()
-        # Up to three waves of long splits: a second wave that is nearly empty costs more than summing the partials.
-        split1 = _split_of_8_int4 if int4 else within((2300, 16), (512, 4))
-        gemm1 = swapped(8, 4, 3, group_m=1, split=split1)
-        gemm2 = swapped(8, 4, 3, *short, group_m=1, split=_gemm2_split_of_8)
+        gemm1 = swapped(8, 4, 3, group_m=1, split=split_of_8)
+        gemm2 = swapped(8, 4, 3, *changes_of_8, group_m=1, split=_gemm2_split_of_8)
         # An SM holds five programs with tiles of 8 rows. Those are bound by memory reads alone.
         found.insert(
             0, Regime(gemm1, gemm2, tiles=MOST_TILES_OF_8, reached=True, taller=swapped(16, 4, 3, group_m=1).config)
@@ -363,9 +368,8 @@ def _words_of_8_bits(problem: LayerProblem) -> Regimes:
     )
 
 
-def _words_of_4_bits(problem: LayerProblem) -> Regimes:
-    """Return the regimes from 32 rows on. Dequantizing e2m1 takes more instructions, so taller tiles pay sooner."""
-    hopper, e2m1, short = problem.capability == 90, problem.element == "e2m1", steps_of(problem.intermediate_size) <= 4
+def _words_of_4_bits(problem: LayerProblem, slow: bool) -> Regimes:
+    hopper, short = problem.capability == 90, steps_of(problem.intermediate_size) <= 4
     few, deep, some, many = (
         swapped(32, 4, 3),
         swapped(32, 4, 4),
@@ -374,14 +378,14 @@ def _words_of_4_bits(problem: LayerProblem) -> Regimes:
     )
     special = hopper and not (problem.permuted or problem.lora or problem.batch_invariant)
     # A second tile of few steps costs more than the warp-specialized kernel saves.
-    gemm1, most = deep if e2m1 or hopper else few, 1.2 if hopper and not short else 1.1
-    thirty_two = Regime(gemm1, few if short and not e2m1 else gemm1, tiles=most)
+    gemm1, most = deep if slow or hopper else few, 1.2 if hopper and not short else 1.1
+    thirty_two = Regime(gemm1, few if short and not slow else gemm1, tiles=most)
     if not special:
-        first = Regime(some if e2m1 else few, swapped(64, 4, 3, group_m=1), rows=48)
+        first = Regime(some if slow else few, swapped(64, 4, 3, group_m=1), rows=48)
         return thirty_two, first, Regime(some, rows=96), Regime(many, some, rows=384), Regime(many)
     # The warp-specialized kernel uses the schedule's tile height. The other fields apply where it cannot run.
     some, many = (swapped(rows, 4, 3, group_m=1, tma=False, warp_specialized=True) for rows in (64, 128))
-    return *((thirty_two,) if e2m1 else ()), Regime(some, tiles=1.2), Regime(many)
+    return *((thirty_two,) if slow else ()), Regime(some, tiles=1.2), Regime(many)
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,34 +394,55 @@ class LaunchRules:
 
     Attributes:
         regimes: Returns the table of a layer.
+        gemv: When and how a layer multiplies vectors instead of tiles; None without such kernels.
         overlapping_rows: Mean rows per expert up to which launches overlap (PDL). With more rows, launches are a small
             part of the time, and programs that start early take resources from the kernel before them.
         overlapping_pairs: The same limit in pairs.
         registers: Register limit per thread by rows of a tile of 128 columns and four warps. With it an SM of sm_90
             holds `PROGRAMS` programs of a GEMM, one more than with the compiler's own choice.
-        gemv: Returns when and how a layer multiplies vectors instead of tiles, or None.
     """
 
     regimes: Callable[[LayerProblem], Regimes]
+    gemv: GemvRules | None = None
     overlapping_rows: float = 128
     overlapping_pairs: float = inf
     registers: Mapping[int, int] = field(default_factory=dict)
-    gemv: Callable[[LayerProblem], GemvRule | None] = lambda problem: None
 
 
-#: Nothing spills, except 8 bytes for float16 with zero points. With 16 rows, e2m1 takes few registers anyway. 8-bit
-#: words were slower, or not measured.
-_MIXED = LaunchRules(mixed, registers={32: 168}, gemv=words_gemv)
-#: Launch rules by kernel family and element type of the weights; `add_rules` adds to them.
+#: Launch rules by kernel family and element type of the weights; `add_rules` adds to them. The speeds are those of an
+#: H200, fitted to calls for which vectors and tiles take about equal times.
 RULES: dict[tuple[Family, str], LaunchRules] = {
-    ("scaled_mm", "e4m3"): LaunchRules(scaled, gemv=scaled_gemv),
-    ("scaled_mm", "int8"): LaunchRules(scaled, gemv=scaled_gemv),
+    # Tiles with scales per channel take more launches than those with block scales.
+    ("scaled_mm", "e4m3"): LaunchRules(
+        scaled,
+        GemvRules(scaled_plan, Speed(10, 5.5, 0.6), Speed(21, 4.75), Speed(16, 5.0), most=8, longest=32768),
+    ),
+    ("scaled_mm", "int8"): LaunchRules(
+        scaled, GemvRules(scaled_plan, Speed(9.5, 5.4), Speed(29.5, 5.3), longest=65536)
+    ),
     # Of few programs that start early, SMs get uneven numbers.
     ("scaled_mm", "int4"): LaunchRules(decoded, overlapping_rows=inf, overlapping_pairs=64),
     ("scaled_mm", "e2m1"): LaunchRules(scaled_e2m1, overlapping_pairs=-1),
-    ("mixed_input", "int4"): LaunchRules(mixed, registers={16: 128, 32: 168}, gemv=words_gemv),
-    **{("mixed_input", element): _MIXED for element in ("int8", "e4m3", "e2m1")},
-    **{("as_stored", element): LaunchRules(decoded) for element in ("int4", "int8", "e4m3", "e2m1")},
+    # Nothing spills with these registers, except 8 bytes for float16 with zero points. 16 rows of e2m1 take few
+    # registers anyway. 8-bit words were slower, or not measured. Short loops of int4 need only two warps.
+    ("mixed_input", "int4"): LaunchRules(
+        partial(mixed, split_of_8=six_waves, changes_of_8=(Change({"steps": (0, 2)}, {"num_warps": 2}),)),
+        GemvRules(words_plan, Speed(8.5, 4.5), Speed(21, 4.3), elsewhere=1.47),
+        registers={16: 128, 32: 168},
+    ),
+    ("mixed_input", "e2m1"): LaunchRules(
+        partial(mixed, slow=True),
+        GemvRules(mma_sync_plan, Speed(6, 3.2), Speed(15, 3.4), longest=LONGEST, elsewhere=1.01),
+        registers={32: 168},
+    ),
+    ("mixed_input", "int8"): LaunchRules(
+        mixed, GemvRules(words_plan, Speed(10, 4.75), Speed(26, 4.45), elsewhere=1.15), registers={32: 168}
+    ),
+    ("mixed_input", "e4m3"): LaunchRules(
+        mixed, GemvRules(words_plan, Speed(10.5, 3.85), Speed(21, 4.8), elsewhere=1.07), registers={32: 168}
+    ),
+    **{("as_stored", element): LaunchRules(decoded) for element in ("int4", "int8", "e4m3")},
+    ("as_stored", "e2m1"): LaunchRules(partial(decoded, scaled_values=True)),
 }
 
 
