@@ -648,7 +648,7 @@ def test_bench_compares_one_layer_with_itself_alone(moe: Any, tmp_path: Path, kn
     assert moe(*arguments, "--output", file).code == 0
     moe.refuses(*arguments, "--activation", "gelu", "--compare", file, parts=("activation is 'silu' there",))
     good = file.read_bytes()
-    moe.refuses(*arguments, "--compare", file, "--output", file, parts=("is the input itself",))
+    moe.refuses(*arguments, "--compare", file, "--output", file, parts=("is the input",))
     assert file.read_bytes() == good
     for content, part in (
         (b"{", "before.json"),

@@ -97,7 +97,7 @@ class PrepareFinalizeClaims:
         if config.batch_invariant and not self.batch_invariant:
             reasons.append("is not batch invariant: ranks are added up in an order that other tokens may change")
         if self.bounded and config.max_num_tokens is None:
-            reasons.append("needs the config's max_num_tokens, the most tokens that a rank brings")
+            reasons.append("needs max_num_tokens in the config, the largest number of tokens per rank")
         if config.hidden_size % self.hidden_multiple:
             reasons.append(f"needs hidden_size to be a multiple of {self.hidden_multiple}, got {config.hidden_size}")
         if self.max_top_k and config.top_k > self.max_top_k:

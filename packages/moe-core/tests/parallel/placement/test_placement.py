@@ -54,7 +54,7 @@ def test_replicas_are_where_ranks_hold_them() -> None:
         (((0, 1),), "expert 2"),
         (((0, 1, 2), ()), "rank 1 "),
         (((0, 1, 0), (2,)), "rank 0 .*twice"),
-        ((), "placement"),
+        ((), "ranks"),
         (3, "sequence"),
     ],
 )
