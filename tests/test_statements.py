@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from moe_core import MoEError
 from moe_core.checkpoint import Checkpoint, find_layer
-from moe_core.checkpoint.config.statements import FACTS, tool
+from moe_core.checkpoint.config.statements import SETTINGS, tool
 from moe_core.selection.registry import registry
 
 PACKAGES = Path(__file__).parents[1] / "packages"
@@ -18,7 +18,7 @@ FOLDERS = sorted(path.parent for path in PACKAGES.glob("moe-*/tests/data/*/confi
 
 def compared(method: object) -> set[str]:
     """The entries of a tool's settings that are compared."""
-    return {name for fact in FACTS if fact.holds_for(tool(method)) for name in fact.names}
+    return {name for setting in SETTINGS if setting.holds_for(tool(method)) for name in setting.names}
 
 
 class Recorded(dict[str, Any]):

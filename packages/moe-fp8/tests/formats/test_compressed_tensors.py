@@ -155,7 +155,7 @@ def test_ignore_lists_are_not_believed(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "strategy": (config(args("fancy")), "strategy is 'fancy', expected 'tensor', 'channel', 'block' or 'group'"),
     "activation strategy": (config(TENSOR, args("channel", dynamic=True)), "dynamic float8 by channel, expected"),
-    "static tokens": (config(TENSOR, args("token")), "static activations have strategy 'token', expected 'tensor'"),
+    "static tokens": (config(TENSOR, args("token")), "is static float8 by token, expected"),
     "local": (config(TENSOR, args("group", group_size=16, dynamic="local")), "dynamic float8 by group 16, expected"),
     "int8 activations": (config(TENSOR, {**TOKEN, "type": "int"}), "dynamic int8 by token, expected symmetric float8"),
     "asymmetric": (config({**CHANNEL, "symmetric": False}), "is asymmetric, expected symmetric and static"),

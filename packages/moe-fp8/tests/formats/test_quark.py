@@ -115,9 +115,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": (config(spec("per_tensor", is_dynamic=True)), "weight is dynamic, expected static"),
     "no weight": (config(None), "weight is null"),
     "no config": ({"quant_method": "quark"}, "global_quant_config is None, expected an object"),
-    "int8 inputs": (config(spec("per_tensor"), spec("per_tensor", dtype="int8")), "input_tensors: dtype is 'int8'"),
-    "static tokens": (config(spec("per_tensor"), spec("per_channel")), "static activations have qscheme 'per_channel'"),
-    "inputs": (config(spec("per_tensor"), spec("fancy", is_dynamic=True)), "qscheme is 'fancy', expected 'per_tensor'"),
+    "int8 inputs": (
+        config(spec("per_tensor"), spec("per_tensor", dtype="int8")),
+        "input_tensors is static int8 per_tensor",
+    ),
+    "static tokens": (config(spec("per_tensor"), spec("per_channel")), "static fp8_e4m3 per_channel"),
+    "inputs": (config(spec("per_tensor"), spec("fancy", is_dynamic=True)), "dynamic fp8_e4m3 fancy"),
     "rounding": (
         config(MX_SPEC, {**MX_SPEC, "is_dynamic": True, "scale_calculation_mode": "ceil"}),
         "input_tensors: scale_calculation_mode is 'ceil', expected 'even' or 'floor'",

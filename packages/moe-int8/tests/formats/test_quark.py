@@ -152,11 +152,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups": (config({**INT8, "qscheme": "per_group"}), "qscheme is 'per_group', expected 'per_channel' or"),
     "input channels": (config({**CHANNEL, "ch_axis": 1}), "ch_axis is 1, expected 0 (output channels)"),
     "outputs": (config(CHANNEL, TOKEN, output_tensors=STATIC), "output_tensors are quantized, expected null"),
-    "float inputs": (config(CHANNEL, {**TOKEN, "dtype": "fp8_e4m3"}), "dtype is 'fp8_e4m3', expected 'int8'"),
-    "static tokens": (config(CHANNEL, {**TOKEN, "is_dynamic": False}), "static activations have qscheme 'per_channel'"),
+    "float inputs": (config(CHANNEL, {**TOKEN, "dtype": "fp8_e4m3"}), "dynamic fp8_e4m3 per_channel"),
+    "static tokens": (config(CHANNEL, {**TOKEN, "is_dynamic": False}), "static int8 per_channel"),
     "asymmetric dynamic tensors": (
         config(CHANNEL, {**STATIC, "is_dynamic": True, "symmetric": False}),
-        "asymmetric qscheme is 'per_tensor', expected 'per_tensor' (symmetric)",
+        "dynamic asymmetric int8 per_tensor",
     ),
     "another tool": ({"quant_method": "awq"}, "quant_method is 'awq', expected 'quark'"),
 }

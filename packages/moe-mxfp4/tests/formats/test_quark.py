@@ -114,9 +114,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config(spec("fp4", "per_group", **{**MX, "scale_calculation_mode": "ceil"})),
         "input_tensors: scale_calculation_mode is 'ceil', expected 'even' or 'floor'",
     ),
-    "int8 inputs": (config(spec("int8", "per_tensor")), "input_tensors is dynamic int8 per_tensor with None scales, e"),
+    "int8 inputs": (config(spec("int8", "per_tensor")), "input_tensors is dynamic int8 per_tensor, expected"),
     "static groups": (config(spec("fp4", "per_group", **{**MX, "is_dynamic": False})), "is static fp4 per_group of 32"),
-    "inputs by tensor": (config(spec("fp8_e4m3", "per_tensor")), "is dynamic fp8_e4m3 per_tensor with None scales"),
+    "inputs by tensor": (config(spec("fp8_e4m3", "per_tensor")), "is dynamic fp8_e4m3 per_tensor, expected"),
     "no config": ({"quant_method": "quark"}, "global_quant_config is None, expected an object"),
 }
 

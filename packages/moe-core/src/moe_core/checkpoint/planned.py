@@ -282,13 +282,7 @@ def _quantized(quantization: Mapping[str, Any], halves: str) -> list[Kit]:
     for weight, scale in itertools.product(("weight_packed", "weight"), ("weight_scale", "weight_scale_inv")):
         found.append(_mxfp4(weight, scale))
     for group in [size for size in _sizes(quantization, "group_size") if isinstance(size, int)] or [128, 32, 64]:
-        for bits in (4, 8):
-            found += [
-                _gptq(bits, group),
-                _awq(bits, group, halves),
-                _packed(bits, group),
-                _packed(bits, group, zeros=True),
-            ]
+        found += [kit for bits in (4, 8) for kit in _words(bits, group, halves)]
     if any(name in text.lower() for name in ("nvfp4", "nv_fp", "tensor_group")):
         # No scheme reads NVFP4; this kit lets detection name the format in its error.
         scales: dict[str, Kind] = {"weight_global_scale": ("F32", (1,))}
@@ -312,41 +306,23 @@ def _mxfp4(weight: str, scale: str) -> Kit:
     return lambda rows, cols: {weight: ("U8", (rows, cols // 2)), scale: ("U8", (rows, cols // 32))}
 
 
-def _gptq(bits: int, group: int) -> Kit:
-    def kit(rows: int, cols: int) -> dict[str, Kind]:
-        groups = 1 if group == -1 else -(-cols // group)
-        return {
-            "qweight": ("I32", (cols * bits // 32, rows)),
-            "qzeros": ("I32", (groups, rows * bits // 32)),
-            "scales": ("F16", (groups, rows)),
-            "g_idx": ("I32", (cols,)),
-        }
+def _words(bits: int, group: int, halves: str) -> Iterator[Kit]:
+    """Yield the kits of integer codes in words: GPTQ's, AWQ's, and compressed-tensors' without and with zero points."""
 
-    return kit
+    def groups(cols: int) -> int:
+        return 1 if group == -1 else -(-cols // group)
 
+    def columns(rows: int, cols: int, scales: str) -> dict[str, Kind]:
+        return {"qzeros": ("I32", (groups(cols), rows * bits // 32)), "scales": (scales, (groups(cols), rows))}
 
-def _awq(bits: int, group: int, scales: str = "F16") -> Kit:
-    def kit(rows: int, cols: int) -> dict[str, Kind]:
-        groups = 1 if group == -1 else -(-cols // group)
-        return {
-            "qweight": ("I32", (cols, rows * bits // 32)),
-            "qzeros": ("I32", (groups, rows * bits // 32)),
-            "scales": (scales, (groups, rows)),
-        }
+    def packed(rows: int, cols: int) -> dict[str, Kind]:
+        words = (rows, -(-cols * bits // 32))
+        return {"weight_packed": ("I32", words), "weight_scale": ("BF16", (rows, groups(cols)))}
 
-    return kit
-
-
-def _packed(bits: int, group: int, *, zeros: bool = False) -> Kit:
-    def kit(rows: int, cols: int) -> dict[str, Kind]:
-        groups = 1 if group == -1 else -(-cols // group)
-        found: dict[str, Kind] = {
-            "weight_packed": ("I32", (rows, -(-cols * bits // 32))),
-            "weight_scale": ("BF16", (rows, groups)),
-        }
-        return found | ({"weight_zero_point": ("I32", (-(-rows * bits // 32), groups))} if zeros else {})
-
-    return kit
+    yield lambda r, c: {"qweight": ("I32", (c * bits // 32, r)), **columns(r, c, "F16"), "g_idx": ("I32", (c,))}
+    yield lambda r, c: {"qweight": ("I32", (c, r * bits // 32)), **columns(r, c, halves)}
+    yield packed
+    yield lambda r, c: packed(r, c) | {"weight_zero_point": ("I32", (-(-r * bits // 32), groups(c)))}
 
 
 def _sizes(value: object, name: str) -> list[Any]:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
 from moe_core.checkpoint.experts.quantized import QuantizedLayout
 from moe_core.checkpoint.files.reading_threads import readers
-from moe_core.checkpoint.model import ModelSettings, read_model
+from moe_core.checkpoint.model import LayerModel, ModelSettings, read_model
 from moe_core.checkpoint.online import detect
 from moe_core.checkpoint.reader import Checkpoint
 from moe_core.errors import CheckpointError, CheckpointWarning, ConfigError, MoEError, RegistryError, check_instance
@@ -41,16 +40,16 @@ AS_STORED = "checkpoint"
 
 
 @dataclass(frozen=True, eq=False)
-class LayerSource:
+class LayerSource(LayerModel):
     """Description of one layer of a checkpoint, from which its weights can be loaded.
 
     :func:`read_layer` creates it; no expert weights are read until :meth:`weights` is called. Backend selection uses
-    ``config``, ``weight_key``, ``activation_key`` and ``scheme``.
+    ``config``, ``weight_key``, ``activation_key`` and ``scheme``. Its ``config`` has this rank's shard of the
+    intermediate size.
 
     Attributes:
         index: Index of the layer.
         prefix: Prefix of its experts' tensor names.
-        config: The layer's configuration, with this rank's shard of the intermediate size.
         weight_key: Quantization of the weights; None for 16 bits.
         activation_key: Quantization of the activations, as requested or as stored; None for 16 bits.
         scheme: Name of the scheme that reads the layer.
@@ -60,16 +59,10 @@ class LayerSource:
         plan: How the intermediate columns are split over tensor-parallel ranks.
         plans: All possible splits, see :meth:`with_plan`.
         experts: Global ids of the experts to load.
-        router_weight: [E, K], or None if the checkpoint has none.
-        router_bias: [E] float32, or None if the checkpoint has none.
-        correction_bias: [E] float32, or None if the routing has none.
-        routing_reason: Why ``config.routing`` is None; None if the layer has a routing.
-        assumed: What was guessed for an unknown model_type with the caller's permission; None if nothing was.
     """
 
     index: int
     prefix: str
-    config: FusedMoEConfig
     weight_key: QuantKey | None
     activation_key: QuantKey | None
     scheme: str
@@ -79,11 +72,6 @@ class LayerSource:
     plan: ShardPlan
     plans: tuple[ShardPlan, ...]
     experts: tuple[int, ...]
-    router_weight: Tensor | None
-    router_bias: Tensor | None
-    correction_bias: Tensor | None
-    routing_reason: str | None
-    assumed: str | None
 
     @property
     def layer(self) -> LayerExperts:
@@ -222,9 +210,9 @@ def read_layer(
         layout = replace(layout, activation_key=activations)
     plans = shard_plans(model.config.intermediate_size, weight_key, activations, parallel.tp_size)
     found = LayerSource(
+        **vars(model) | {"config": replace(model.config, parallel=parallel)},
         index=tensors.index,
         prefix=tensors.prefix,
-        config=replace(model.config, parallel=parallel),
         whole=model.config,
         plan=plans[0],
         plans=plans,
@@ -234,11 +222,6 @@ def read_layer(
         format=adapter,
         layout=layout,
         experts=chosen,
-        router_weight=model.router_weight,
-        router_bias=model.router_bias,
-        correction_bias=model.correction_bias,
-        routing_reason=model.routing_reason,
-        assumed=model.assumed,
     )
     return found.with_plan(default_plan(plans))
 

@@ -25,16 +25,10 @@ from moe_core import (
     PER_CHANNEL,
     PER_TENSOR,
     GroupShape,
-    QuantKey,
-    kFp8Dynamic128Sym,
-    kFp8DynamicTensorSym,
-    kFp8DynamicTokenSym,
-    kFp8StaticTensorSym,
-    kMxfp8Dynamic,
 )
 from moe_core.api.formats import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
-from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
+from moe_fp8.formats.fp8_layout import E4M3_KINDS, MX_GROUP, Fp8Storage, is_e4m3
 
 _FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", None)
 
@@ -52,25 +46,14 @@ class CompressedTensorsFp8Format(QuantizedFormat):
 
 def _storage(group: QuantGroup) -> Fp8Storage | str:
     weights = group.weights
-    mx = is_microscaling(weights, group.format)
+    mx = weights.is_microscaling(group.format)
     shape = MX_GROUP if mx else _shape(weights)
     if isinstance(shape, str):
         return shape
-    activation = None if group.inputs is None else _activation(group.inputs, group.format)
+    activation = group.activation(is_e4m3, f"symmetric float8 {E4M3_KINDS}")
     if isinstance(activation, str):
         return activation
     return Fp8Storage(shape, activation, group.summary, microscaling=mx)
-
-
-def is_microscaling(args: QuantArgs, layout: str | None) -> bool:
-    """Return whether groups of 32 share an e8m0 exponent (MXFP8).
-
-    Args:
-        args: quantization arguments of weights or activations.
-        layout: the ``format`` of the group.
-    """
-    exponents = args.scale_dtype == "torch.uint8" or (args.scale_dtype is None and layout == "mxfp8-quantized")
-    return args.strategy == "group" and args.group_size == MX_GROUP.col and exponents
 
 
 def _shape(args: QuantArgs) -> GroupShape | str:
@@ -86,23 +69,3 @@ def _shape(args: QuantArgs) -> GroupShape | str:
         size = "block_structure" if args.strategy == "block" else "group_size"
         return f"{args.where}: {size} is missing for strategy '{args.strategy}'"
     return f"{args.where}: strategy is {args.strategy!r}, expected 'tensor', 'channel', 'block' or 'group'"
-
-
-def _activation(args: QuantArgs, layout: str | None) -> QuantKey | str:
-    """Return the activation key, or the reason why it is not supported."""
-    if args.type != "float" or args.num_bits != 8 or not args.symmetric:
-        return f"{args.where} is {args}, expected symmetric float8"
-    if args.dynamic is False:
-        if args.strategy == "tensor":
-            return kFp8StaticTensorSym
-        return f"{args.where}: static activations have strategy {args.strategy!r}, expected 'tensor'"
-    if args.dynamic is True:
-        if args.strategy == "tensor":
-            return kFp8DynamicTensorSym
-        if args.strategy == "token":
-            return kFp8DynamicTokenSym
-        if is_microscaling(args, layout):
-            return kMxfp8Dynamic
-        if args.strategy == "group" and args.group_size is not None and args.group_size > 0:
-            return kFp8Dynamic128Sym.with_group(1, args.group_size)
-    return f"{args.where} is {args}, expected strategy 'tensor', 'token' or 'group'"

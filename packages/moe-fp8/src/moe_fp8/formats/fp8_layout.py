@@ -46,6 +46,18 @@ WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scales_inv", 
 #: 32 elements along K that share an e8m0 exponent
 MX_GROUP = GroupShape(1, 32)
 
+#: Supported e4m3 activations, for messages.
+E4M3_KINDS = "static by tensor, or dynamic by tensor, token or group"
+
+
+def is_e4m3(key: QuantKey) -> bool:
+    """Return whether a key quantizes to e4m3.
+
+    Args:
+        key: quantization of activations.
+    """
+    return key.dtype == kFp8Static128BlockSym.dtype
+
 
 @dataclass(frozen=True)
 class Fp8Storage(ExpertStorage):

@@ -17,19 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core import (
-    PER_CHANNEL,
-    PER_TENSOR,
-    GroupShape,
-    QuantKey,
-    kFp8Dynamic128Sym,
-    kFp8DynamicTensorSym,
-    kFp8DynamicTokenSym,
-    kFp8StaticTensorSym,
-)
+from moe_core import PER_CHANNEL, PER_TENSOR, GroupShape
 from moe_core.api.formats import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
 
-from moe_fp8.formats.fp8_layout import MX_GROUP, Fp8Storage
+from moe_fp8.formats.fp8_layout import E4M3_KINDS, MX_GROUP, Fp8Storage, is_e4m3
 
 
 class QuarkFp8Format(QuantizedFormat):
@@ -51,7 +42,7 @@ class QuarkFp8Format(QuantizedFormat):
         shape = MX_GROUP if mx else _shape(weight)
         if isinstance(shape, str):
             return shape
-        activation = None if chosen.inputs is None else _activation(chosen.inputs)
+        activation = chosen.activation(is_e4m3, f"fp8_e4m3 {E4M3_KINDS}")
         if isinstance(activation, str):
             return activation
         why = f"{weight.scheme} weights: {weight.where}"
@@ -67,24 +58,3 @@ def _shape(weight: QuarkArgs) -> GroupShape | str:
     if scheme == "per_block":
         return GroupShape(*(weight.block or (128, 128)))
     return f"{weight.where}: qscheme is {scheme!r}, expected 'per_tensor', 'per_channel', 'per_block' or MXFP8"
-
-
-def _activation(inputs: QuarkArgs) -> QuantKey | str:
-    """Return the activation key, or the reason why it is not supported."""
-    scheme = inputs.scheme
-    if not inputs.is_e4m3:
-        return f"{inputs.where}: dtype is {inputs.dtype!r}, expected 'fp8_e4m3'"
-    if not inputs.dynamic:
-        if scheme == "per_tensor":
-            return kFp8StaticTensorSym
-        return f"{inputs.where}: static activations have qscheme {scheme!r}, expected 'per_tensor'"
-    if scheme == "per_tensor":
-        return kFp8DynamicTensorSym
-    if scheme in ("per_channel", "per_token"):
-        return kFp8DynamicTokenSym
-    microscaling = inputs.mx_activation
-    if microscaling is not None:
-        return microscaling
-    if scheme == "per_group" and inputs.group_size is not None:
-        return kFp8Dynamic128Sym.with_group(1, inputs.group_size)
-    return f"{inputs.where}: qscheme is {scheme!r}, expected 'per_tensor', 'per_channel' or 'per_group'"

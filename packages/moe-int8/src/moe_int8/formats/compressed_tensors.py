@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core import QuantKey, kInt8DynamicTokenAsym, kInt8DynamicTokenSym
+from moe_core import kInt8DynamicTokenSym
 from moe_core.api.formats import LayerExperts, QuantArgs, QuantGroup, QuantizedFormat, quant_group
 
 from moe_int8.formats.int8_layout import Int8Storage
@@ -45,7 +45,7 @@ def _storage(group: QuantGroup) -> Int8Storage | str:
     weights, inputs = group.weights, group.inputs
     if inputs is None and (weights.num_bits == 4 or group.format == "pack-quantized"):
         return f"{group.where} has int{weights.num_bits} weights with 16-bit activations: those are the scheme wna16's"
-    activation = None if inputs is None else _activation(inputs)
+    activation = group.activation(lambda key: key.dtype == kInt8DynamicTokenSym.dtype, "dynamic int8 by token")
     if isinstance(activation, str):
         return activation
     size = _group_size(weights)
@@ -65,10 +65,3 @@ def _group_size(args: QuantArgs) -> int | str:
     if args.group_size not in GROUPS:
         return f"{args.where}: group_size is {args.group_size}, expected 32, 64 or 128"
     return args.group_size
-
-
-def _activation(args: QuantArgs) -> QuantKey | str:
-    """Return the activation key, or the reason why it is not supported."""
-    if args.type == "int" and args.num_bits == 8 and args.strategy == "token" and args.dynamic is True:
-        return kInt8DynamicTokenSym if args.symmetric else kInt8DynamicTokenAsym
-    return f"{args.where} is {args}, expected dynamic int8 by token"

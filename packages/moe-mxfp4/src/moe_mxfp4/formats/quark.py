@@ -13,11 +13,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core import QuantKey, kFp8Dynamic128Sym, kFp8DynamicTokenSym, kFp8StaticTensorSym
-from moe_core.api.formats import LayerExperts, QuantizedFormat, QuarkArgs, quark_layer
+from moe_core import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp4DynamicDown,
+    kMxfp4DynamicEven,
+    kMxfp8DynamicDown,
+    kMxfp8DynamicEven,
+)
+from moe_core.api.formats import LayerExperts, QuantizedFormat, quark_layer
 
 from moe_mxfp4.formats.mxfp4_layout import Mxfp4Storage
 from moe_mxfp4.groups import GROUP
+
+_ACTIVATIONS = {
+    *(kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym),
+    *(kMxfp4DynamicDown, kMxfp4DynamicEven, kMxfp8DynamicDown, kMxfp8DynamicEven),
+}
+_EXPECTED = (
+    f"fp4 or fp8_e4m3 per_group of {GROUP} with e8m0 scales, or fp8_e4m3 static per_tensor, dynamic per_token or in "
+    "groups of 128"
+)
 
 
 class QuarkMxfp4Format(QuantizedFormat):
@@ -37,26 +54,10 @@ class QuarkMxfp4Format(QuantizedFormat):
             return f"{weight.where} is {weight}, expected per_group of {GROUP} with e8m0 scales"
         if weight.dynamic:
             return f"{weight.where} is dynamic, expected static"
-        activation = None if chosen.inputs is None else _activation(chosen.inputs)
+        # e8m0 scales of larger groups are none of these keys
+        rounded = chosen.inputs is not None and chosen.inputs.exponents
+        supported = _ACTIVATIONS - {kFp8Dynamic128Sym} if rounded else _ACTIVATIONS
+        activation = chosen.activation(supported.__contains__, _EXPECTED)
         if isinstance(activation, str):
             return activation
         return Mxfp4Storage(activation, f"{weight} weights: {weight.where}")
-
-
-def _activation(inputs: QuarkArgs) -> QuantKey | str:
-    """Return the activation key, or the reason why it is not supported."""
-    scheme, dynamic, e4m3 = inputs.scheme, inputs.dynamic, inputs.is_e4m3
-    microscaling = inputs.mx_activation
-    if microscaling is not None:
-        return microscaling
-    if e4m3 and not dynamic and scheme == "per_tensor":
-        return kFp8StaticTensorSym
-    if e4m3 and dynamic and scheme in ("per_channel", "per_token"):
-        return kFp8DynamicTokenSym
-    if e4m3 and dynamic and scheme == "per_group" and inputs.group_size == 128 and not inputs.exponents:
-        return kFp8Dynamic128Sym
-    kind = "dynamic" if dynamic else "static"
-    return (
-        f"{inputs.where} is {kind} {inputs}, expected fp4 or fp8_e4m3 per_group of {GROUP} with e8m0 scales, or "
-        "fp8_e4m3 static per_tensor, dynamic per_token or in groups of 128"
-    )

@@ -75,12 +75,9 @@ def _group_size(args: QuantArgs) -> int | str:
 
 def _activation(group: QuantGroup) -> QuantKey | str | None:
     """Return the activation key, None for 16 bits, or the reason why it is not supported."""
-    inputs, weights = group.inputs, group.weights
-    if inputs is None:
-        return None
-    if (inputs.type, inputs.num_bits, inputs.strategy, inputs.dynamic) != ("float", 8, "token", True):
-        return f"{inputs.where} is {inputs}, expected dynamic float8 by token or null"
-    if weights.num_bits != 4 or not weights.symmetric:
+    weights = group.weights
+    key = group.activation(lambda key: key == kFp8DynamicTokenSym, "dynamic float8 by token or null")
+    if isinstance(key, QuantKey) and (weights.num_bits != 4 or not weights.symmetric):
         found = f"{'' if weights.symmetric else 'asymmetric '}int{weights.num_bits}"
-        return f"{group.where} has {found} weights with {inputs} activations, expected symmetric int4"
-    return kFp8DynamicTokenSym
+        return f"{group.where} has {found} weights with {group.inputs} activations, expected symmetric int4"
+    return key

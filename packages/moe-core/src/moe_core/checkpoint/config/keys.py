@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moe_core.checkpoint.config.families import REQUIRED
+from moe_core.checkpoint.config.quant_args import short
 from moe_core.errors import CheckpointError
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -159,7 +160,7 @@ class ConfigKeys:
         """
         for value in self.types:
             if not isinstance(value, str):
-                raise self.error(f"model_type is {_short(value)}, expected a name")
+                raise self.error(f"model_type is {short(value)}, expected a name")
         return self.types[-1] if self.types else ""
 
     def stated(self, names: Sequence[str]) -> tuple[str, Any] | None:
@@ -177,7 +178,7 @@ class ConfigKeys:
         found = [(name, value) for name in names if (value := self._value(name)) is not None]
         for name, value in found[1:]:
             if value != found[0][1]:
-                raise self.error(f"{found[0][0]} is {_short(found[0][1])}, but {name} is {_short(value)}")
+                raise self.error(f"{found[0][0]} is {short(found[0][1])}, but {name} is {short(value)}")
         return found[0] if found else None
 
     def find(self, names: Sequence[str]) -> tuple[str, Any] | None:
@@ -217,7 +218,7 @@ class ConfigKeys:
             raise self.error(f"has no {' or '.join(names)}")
         key, value = found
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-            raise self.error(f"{key} is {_short(value)}, expected a positive integer")
+            raise self.error(f"{key} is {short(value)}, expected a positive integer")
         return key, value
 
     def optional_integer(self, names: Sequence[str]) -> int | None:
@@ -246,13 +247,8 @@ class ConfigKeys:
         Raises:
             CheckpointError: The value is not a finite number.
         """
-        found = self.find(names)
-        if found is None:
-            return None
-        key, value = found
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-            raise self.error(f"{key} is {_short(value)}, expected a number")
-        return float(value)
+        value = self._typed(names, "a number", _is_number)
+        return None if value is None else float(value)
 
     def boolean(self, names: Sequence[str]) -> bool | None:
         """Return the boolean under any of ``names``, or None if there is none.
@@ -266,13 +262,8 @@ class ConfigKeys:
         Raises:
             CheckpointError: The value is not a boolean.
         """
-        found = self.find(names)
-        if found is None:
-            return None
-        key, value = found
-        if not isinstance(value, bool):
-            raise self.error(f"{key} is {_short(value)}, expected true or false")
-        return value
+        found: bool | None = self._typed(names, "true or false", lambda value: isinstance(value, bool))
+        return found
 
     def text(self, names: Sequence[str]) -> str | None:
         """Return the string under any of ``names``, or None if there is none.
@@ -286,12 +277,14 @@ class ConfigKeys:
         Raises:
             CheckpointError: The value is not a string.
         """
-        found = self.find(names)
-        if found is None:
-            return None
-        key, value = found
-        if not isinstance(value, str):
-            raise self.error(f"{key} is {_short(value)}, expected a name")
+        found: str | None = self._typed(names, "a name", lambda value: isinstance(value, str))
+        return found
+
+    def _typed(self, names: Sequence[str], expected: str, valid: Callable[[Any], bool]) -> Any:
+        """Return the value under any of ``names``, or None; raise CheckpointError unless it is ``valid``."""
+        key, value = self.find(names) or (names[0], None)
+        if value is not None and not valid(value):
+            raise self.error(f"{key} is {short(value)}, expected {expected}")
         return value
 
     def error(self, what: str) -> CheckpointError:
@@ -312,9 +305,9 @@ class ConfigKeys:
         return value
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"
+def _is_number(value: Any) -> bool:
+    """Return whether a JSON value is a finite number."""
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _of_layer(entries: Mapping[str, Any], layer: int) -> Mapping[str, Any]:

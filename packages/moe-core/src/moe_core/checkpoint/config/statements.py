@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_core._support.strict_json import load_object
 from moe_core.checkpoint.config.keys import NESTED
-from moe_core.checkpoint.config.quant_args import LONGEST_NAME, short
+from moe_core.checkpoint.config.quant_args import LONGEST_NAME, QuantEntries, short
 from moe_core.errors import CheckpointError
 
 #: config.json entries that hold a tool's settings.
@@ -29,19 +29,6 @@ _BESIDE = (
 )
 
 Entries = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Statement:
-    """One JSON object with quantization settings.
-
-    Attributes:
-        where: Its location ("config.json: quantization_config").
-        entries: The object.
-    """
-
-    where: str
-    entries: Entries
 
 
 def _same(value: object) -> object:
@@ -107,7 +94,7 @@ def quantizers(value: object) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Fact:
+class Setting:
     """One setting that may be stated under several names.
 
     Attributes:
@@ -133,39 +120,39 @@ class Fact:
         return (not self.tools or name in self.tools) and name not in self.but
 
 
-def _fact(*names: str, means: Callable[[object], object] = _same, tools: Sequence[str] = ()) -> Fact:
-    return Fact(dict.fromkeys(names, means), frozenset(tools))
+def _setting(*names: str, means: Callable[[object], object] = _same, tools: Sequence[str] = ()) -> Setting:
+    return Setting(dict.fromkeys(names, means), frozenset(tools))
 
 
 #: Entry with ModelOpt's algorithm for the experts, next to the ``quant_method`` of another tool (DeepSeek-V4).
 OF_EXPERTS = "moe_quant_algo"
 
 #: All settings at the top level of a tool's config that some format reads.
-FACTS = (
-    _fact("quant_method", "method", means=tool),
-    _fact("bits", "w_bit", "wbits"),
-    _fact("group_size", "q_group_size"),
+SETTINGS = (
+    _setting("quant_method", "method", means=tool),
+    _setting("bits", "w_bit", "wbits"),
+    _setting("group_size", "q_group_size"),
     # Some versions of GPTQModel always write sym=true in AWQ settings; zero_point decides there.
-    Fact(
+    Setting(
         {"sym": _same, "symmetric": _same, "zero_point": _negated, "has_zero_point": _negated}, but=frozenset({"awq"})
     ),
-    _fact("zero_point", "has_zero_point", tools=("awq",)),
-    _fact("checkpoint_format", "format", means=_lower, tools=("gptq",)),
-    _fact("checkpoint_format", "format", "version", means=_lower, tools=("awq",)),
-    _fact("packing_format", "backend", means=_packing, tools=("auto-round",)),
-    _fact("meta", means=quantizers),
+    _setting("zero_point", "has_zero_point", tools=("awq",)),
+    _setting("checkpoint_format", "format", means=_lower, tools=("gptq",)),
+    _setting("checkpoint_format", "format", "version", means=_lower, tools=("awq",)),
+    _setting("packing_format", "backend", means=_packing, tools=("auto-round",)),
+    _setting("meta", means=quantizers),
     *(
-        _fact(name, means=_lower)
+        _setting(name, means=_lower)
         for name in (
             *("quant_algo", OF_EXPERTS, "fmt", "scale_fmt", "expert_dtype", "store_dtype"),
             *("activation_scheme", "data_type", "act_data_type"),
             *("checkpoint_format", "format", "packing_format", "pack_dtype"),
         )
     ),
-    *(_fact(name) for name in ("desc_act", "is_marlin_format", "autoround_version")),
-    *(_fact(name) for name in ("act_bits", "act_group_size", "act_dynamic", "act_sym")),
+    *(_setting(name) for name in ("desc_act", "is_marlin_format", "autoround_version")),
+    *(_setting(name) for name in ("act_bits", "act_group_size", "act_dynamic", "act_sym")),
     *(
-        _fact(name, means=_stated)
+        _setting(name, means=_stated)
         for name in (
             *("weight_block_size", "config_groups", "transform_config", "quantized_layers"),
             *("dynamic", "extra_config"),
@@ -230,7 +217,7 @@ def read_quantization(folder: Path, config: Entries) -> dict[str, Any]:
     return merged
 
 
-def _in_config(config: Entries, where: str = "config.json: ") -> Iterator[Statement]:
+def _in_config(config: Entries, where: str = "config.json: ") -> Iterator[QuantEntries]:
     for key in _IN_CONFIG:
         if config.get(key) is not None:
             yield _statement(f"{where}{key}", config[key])
@@ -240,13 +227,13 @@ def _in_config(config: Entries, where: str = "config.json: ") -> Iterator[Statem
             yield from _in_config(inner, f"{where}{key}.")
 
 
-def _statement(where: str, content: object) -> Statement:
+def _statement(where: str, content: object) -> QuantEntries:
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} is a {type(content).__name__}, expected an object")
-    return Statement(where, content)
+    return QuantEntries(content, where)
 
 
-def check_statements(folder: Path, found: Sequence[Statement], method: str | None) -> None:
+def check_statements(folder: Path, found: Sequence[QuantEntries], method: str | None) -> None:
     """Refuse settings that contradict each other.
 
     Args:
@@ -258,12 +245,12 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
         CheckpointError: Two settings contradict each other; the message names both.
     """
     named = tool(method)
-    for fact in FACTS:
-        if not fact.holds_for(named):
+    for setting in SETTINGS:
+        if not setting.holds_for(named):
             continue
         first: tuple[str, str, object] | None = None
         for statement in found:
-            for name, means in fact.names.items():
+            for name, means in setting.names.items():
                 value = statement.entries.get(name)
                 meaning = None if value is None else means(value)
                 if meaning is None:
@@ -290,7 +277,7 @@ def check_statements(folder: Path, found: Sequence[Statement], method: str | Non
                 )
 
 
-def _where_named(found: Sequence[Statement]) -> str:
+def _where_named(found: Sequence[QuantEntries]) -> str:
     for statement in found:
         for name in ("quant_method", "method"):
             if statement.entries.get(name) is not None:

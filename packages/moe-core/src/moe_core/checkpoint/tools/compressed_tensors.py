@@ -17,10 +17,29 @@ from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.experts.matrices import expert_modules
 from moe_core.checkpoint.tools.namings import is_experts_class, under_any_name
 from moe_core.errors import CheckpointError
+from moe_core.spec.quant_key import (
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kMxfp4DynamicEven,
+    kMxfp8Dynamic,
+)
 
 _TYPES = ("int", "float")
 #: Classes of a linear module, most specific first.
 _LINEAR_CLASSES = ("Linear", "Module")
+#: Keys of activations without groups, by type, bits, strategy, whether they are dynamic and whether symmetric.
+_ACTIVATIONS: Mapping[tuple[str, int, str, bool | str, bool], QuantKey] = {
+    ("float", 8, "tensor", False, True): kFp8StaticTensorSym,
+    ("float", 8, "tensor", True, True): kFp8DynamicTensorSym,
+    ("float", 8, "token", True, True): kFp8DynamicTokenSym,
+    ("int", 8, "token", True, True): kInt8DynamicTokenSym,
+    ("int", 8, "token", True, False): kInt8DynamicTokenAsym,
+}
 #: Strategies with a group size.
 _GROUPED = ("group", "tensor_group")
 #: Activation orders. "group" and "dynamic" store a group index per column; "weight" and "static" are undone before the
@@ -63,6 +82,35 @@ class QuantArgs:
             return None
         found = "asymmetric" if self.dynamic is False else "dynamic"
         return f"{self.where} is {found}, expected symmetric and static"
+
+    def is_microscaling(self, layout: str | None) -> bool:
+        """Return whether groups of 32 share an e8m0 exponent (OCP MX).
+
+        Args:
+            layout: ``format`` of the group.
+
+        Returns:
+            True if they do.
+        """
+        implied = self.scale_dtype is None and (self.num_bits == 4 or layout == "mxfp8-quantized")
+        exponents = self.scale_dtype == "torch.uint8" or implied
+        return self.type == "float" and self.strategy == "group" and self.group_size == 32 and exponents
+
+    def activation_key(self, layout: str | None) -> QuantKey | None:
+        """Return the key of activations that are quantized in this way.
+
+        Args:
+            layout: ``format`` of the group.
+
+        Returns:
+            The key, or None if there is none.
+        """
+        if self.strategy == "group" and self.type == "float" and self.symmetric and self.dynamic is True:
+            if self.is_microscaling(layout):
+                return {4: kMxfp4DynamicEven, 8: kMxfp8Dynamic}.get(self.num_bits)
+            size = self.group_size or 0
+            return kFp8Dynamic128Sym.with_group(1, size) if self.num_bits == 8 and size > 0 else None
+        return _ACTIVATIONS.get((self.type, self.num_bits, self.strategy, self.dynamic, self.symmetric))
 
     def __str__(self) -> str:
         size = self.block or self.group_size
@@ -111,6 +159,23 @@ class QuantGroup:
             expected = one_of([repr(name) for name in formats if name not in (None, "naive-quantized")])
             return f"format is {self.format!r}, expected {expected}"
         return None
+
+    def activation(self, accepted: Callable[[QuantKey], bool], expected: str) -> QuantKey | str | None:
+        """Return the quantization of the input activations.
+
+        Args:
+            accepted: Whether the scheme supports a key.
+            expected: Description of the supported keys.
+
+        Returns:
+            The key, None for 16 bits, or, as one clause, why the activations are not supported.
+        """
+        if self.inputs is None:
+            return None
+        key = self.inputs.activation_key(self.format)
+        return (
+            key if key is not None and accepted(key) else f"{self.inputs.where} is {self.inputs}, expected {expected}"
+        )
 
     @property
     def summary(self) -> str:

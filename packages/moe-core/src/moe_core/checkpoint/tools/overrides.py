@@ -13,14 +13,14 @@ from typing import Any
 
 from moe_core.checkpoint.config.patterns import NamePatterns
 from moe_core.checkpoint.config.quant_args import QuantEntries, short
-from moe_core.checkpoint.config.statements import FACTS
+from moe_core.checkpoint.config.statements import SETTINGS
 from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.experts.matrices import expert_modules
 from moe_core.checkpoint.tools.namings import under_any_name
 from moe_core.errors import CheckpointError
 
 #: Entries that determine how tensors are read.
-_DECISIVE = frozenset(name for fact in FACTS for name in fact.names)
+_DECISIVE = frozenset(name for setting in SETTINGS for name in setting.names)
 _META = re.compile(r"[\^$|()\[\]?+*\\{}]")
 
 #: Function that maps a module's name to the key that selects it, or None.

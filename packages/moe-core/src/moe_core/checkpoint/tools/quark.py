@@ -14,12 +14,32 @@ from moe_core.checkpoint.tools.namings import is_experts_class, under_any_name
 from moe_core.errors import CheckpointError
 from moe_core.spec.quant_key import (
     QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kInt8DynamicTensorSym,
+    kInt8DynamicTokenAsym,
+    kInt8DynamicTokenSym,
+    kInt8StaticTensorAsym,
+    kInt8StaticTensorSym,
     kMxfp4DynamicDown,
     kMxfp4DynamicEven,
     kMxfp8DynamicDown,
     kMxfp8DynamicEven,
 )
 
+#: Keys of activations without groups, by whether they are int8, granularity, whether they are dynamic and symmetric.
+_ACTIVATIONS: Mapping[tuple[bool, str | None, bool, bool], QuantKey] = {
+    (False, "per_tensor", False, True): kFp8StaticTensorSym,
+    (False, "per_tensor", True, True): kFp8DynamicTensorSym,
+    (False, "per_token", True, True): kFp8DynamicTokenSym,
+    (True, "per_tensor", False, True): kInt8StaticTensorSym,
+    (True, "per_tensor", False, False): kInt8StaticTensorAsym,
+    (True, "per_tensor", True, True): kInt8DynamicTensorSym,
+    (True, "per_token", True, True): kInt8DynamicTokenSym,
+    (True, "per_token", True, False): kInt8DynamicTokenAsym,
+}
 #: Keys of (MXFP4, MXFP8) activations, in groups of 32 with e8m0 scales, by ``scale_calculation_mode``.
 _MX_ACTIVATIONS = {
     "even": (kMxfp4DynamicEven, kMxfp8DynamicEven),
@@ -107,10 +127,25 @@ class QuarkArgs:
             return f"{self.where}: scale_calculation_mode is {mode!r}, expected 'even' or 'floor'"
         return _MX_ACTIVATIONS[mode][self.is_e4m3]
 
+    @property
+    def activation_key(self) -> QuantKey | str | None:
+        """The key of activations that are quantized in this way; None if there is none.
+
+        A string states, as one clause, why the activations are not supported.
+        """
+        microscaling, is_int8 = self.mx_activation, self.dtype == "int8"
+        if microscaling is not None or not (self.is_e4m3 or is_int8):
+            return microscaling
+        if self.scheme == "per_group" and self.group_size is not None:
+            return kFp8Dynamic128Sym.with_group(1, self.group_size) if self.is_e4m3 and self.dynamic else None
+        scheme = "per_token" if self.scheme == "per_channel" else self.scheme
+        return _ACTIVATIONS.get((is_int8, scheme, self.dynamic, self.is_e4m3 or self.symmetric))
+
     def __str__(self) -> str:
         size = self.entries.integer("group_size", least=-1)
         of = "" if size is None else f" of {size}"
-        return f"{self.dtype} {self.scheme}{of} with {self.entries.text('scale_format')} scales"
+        scales = self.entries.text("scale_format")
+        return f"{self.dtype} {self.scheme}{of}{'' if scales is None else f' with {scales} scales'}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +161,25 @@ class QuarkLayer:
     where: str
     weight: QuarkArgs
     inputs: QuarkArgs | None
+
+    def activation(self, accepted: Callable[[QuantKey], bool], expected: str) -> QuantKey | str | None:
+        """Return the quantization of the input activations.
+
+        Args:
+            accepted: Whether the scheme supports a key.
+            expected: Description of the supported keys.
+
+        Returns:
+            The key, None for 16 bits, or, as one clause, why the activations are not supported.
+        """
+        inputs = self.inputs
+        if inputs is None:
+            return None
+        key = inputs.activation_key
+        if isinstance(key, str) or (key is not None and accepted(key)):
+            return key
+        kind = f"{'dynamic' if inputs.dynamic else 'static'} {'' if inputs.symmetric else 'asymmetric '}"
+        return f"{inputs.where} is {kind}{inputs}, expected {expected}"
 
 
 def quark_layer(quantization: Mapping[str, Any], layer: LayerExperts) -> QuarkLayer | str:
