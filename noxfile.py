@@ -284,13 +284,14 @@ def compile(session: nox.Session, target: str) -> None:  # noqa: A001 - the sess
 
 
 def compile_kernels(session: nox.Session, *arguments: str) -> None:
-    """Compile specimens.
+    """Compile the kernels of all packages.
 
     Args:
         session: The session.
-        *arguments: Arguments of ``moe_core.testing.compile``.
+        *arguments: Arguments of ``moe_kit.compile``.
     """
-    session.run("python", "-m", "moe_core.testing.compile", *arguments, env={"TRITON_INTERPRET": None})
+    environment = {"TRITON_INTERPRET": None, "PYTHONPATH": str(ROOT / "tests" / "kit")}
+    session.run("python", "-m", "moe_kit.compile", *arguments, env=environment)
 
 
 @nox.session(default=False, download_python="never")

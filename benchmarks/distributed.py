@@ -61,7 +61,7 @@ from moe_core.parallel.distributed import ParallelGroups
 from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoParallel
 from moe_core.spec.roles import scale_shape
 from moe_core.spec.workspace import Workspace
-from moe_core.testing.ranks import run_ranks
+from moe_kit.ranks import run_ranks
 from torch import Tensor
 
 

@@ -25,7 +25,7 @@ from moe_core.kernels.launch.compile_ahead import compile_ahead
 from moe_core.kernels.launch.launch import record
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.runtime.kernel import FusedMoEKernel
-from moe_core.testing.compile_cases import call_on_meta
+from moe_core.testing.meta_layers import call_on_meta
 from moe_kit.planned import with_plan
 
 #: scheme, name, experts, experts per token, hidden size, intermediate size, token counts

@@ -22,7 +22,7 @@ from moe_core.kernels.gemm.heuristics import gemv_plan
 from moe_core.kernels.gemm.plan import GemvConfig, GemvPlan
 from moe_core.kernels.launch.compile_ahead import compile_ahead
 from moe_core.kernels.launch.launch import record
-from moe_core.testing.compile_cases import call_on_meta
+from moe_core.testing.meta_layers import call_on_meta
 from moe_kit.planned import with_gemv
 
 #: scheme, name, experts, experts per token, hidden size, intermediate size

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from moe_core.testing.ranks import run_ranks
 from moe_core_rank_commands import run_installed
 from moe_kit.commands import Moe
+from moe_kit.ranks import run_ranks
 
 #: a token's h has other scales where a rank has some of its columns (INT8), or blocks of 64 instead of 128 (FP8)
 RANKS = {"int8": ("--tp", "2", "--ep", "2"), "fp8": ("--tp", "4", "--ep", "1")}

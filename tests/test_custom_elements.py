@@ -13,7 +13,7 @@ from moe_core.parallel.shard import shard_layer
 from moe_core.reference.fused_moe import fused_moe_reference
 from moe_core.reference.quantization import fake_quantize, quantize_moe_weights
 from moe_core.reference.tolerance import expected_output
-from moe_core.selection.memory import layer_memory, specimen
+from moe_core.selection.memory import example_weights, layer_memory
 from moe_core.spec import quant_key
 from moe_core.testing import ConformanceTests, cases_for, run_case
 
@@ -210,7 +210,7 @@ def test_torch_experts_match_the_reference(name: str, activation: str | None) ->
 
 def test_memory_and_examples_include_second_scales() -> None:
     made = layer(NVFP4)
-    zeros = specimen(CONFIG, NVFP4, None)
+    zeros = example_weights(CONFIG, NVFP4, None)
     assert {name: (t.shape, t.dtype) for name, t in zeros.tensors()} == {
         name: (t.shape, t.dtype) for name, t in made.weights.tensors()
     }

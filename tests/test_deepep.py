@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe_core.testing.ranks import run_ranks
 from moe_core_deepep_double import deepep_cases
 from moe_core_layers import all_kinds
 from moe_core_rank_layers import Case
+from moe_kit.ranks import run_ranks
 
 #: tokens that travel as e4m3 with scales of blocks, as int8 (quantized where they arrive), in 16 bits
 KINDS = ("fp8-kFp8Static128BlockSym-kFp8Dynamic128Sym", "int8-kInt8StaticChannelSym-kInt8DynamicTokenSym")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_core.testing.ranks import run_ranks
 from moe_core_gpu_nccl import missing, replayed, run_cases
 from moe_core_layers import Kind, all_kinds
 from moe_core_rank_layers import Case
+from moe_kit.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,8 +20,8 @@ from moe_core import (
     kMxfp4Static,
     registry,
 )
-from moe_core.testing.ranks import run_ranks
 from moe_core_layers import Kind
+from moe_kit.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

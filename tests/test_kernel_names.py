@@ -15,7 +15,6 @@ USED = {
     "launch.compile_ahead": "Progress compile_ahead compile_in_threads distinct",
     "launch.compile_target": "Target compiling_for",
     "launch.current_device": "current",
-    "launch.example": "Specimen",
     "launch.launch": "Launch host_step record",
     "launch.replay": "Replay",
     "ops._backend": "interpreting use_triton",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_core.api.models import quantized_linears
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import raw_file
+from moe_kit.changes import raw_file
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import pytest
 from moe_core import TRITON, Candidate, DeviceInfo, FusedMoEConfig, Selection, SelectionReport, registry
 from moe_core.interface.claims import expand_key
 from moe_core.interface.experts import FusedMoEExperts
-from moe_core.selection.memory import _laid_out, layer_memory, specimen
+from moe_core.selection.memory import _laid_out, example_weights, layer_memory
 from moe_core.spec.quant_key import QuantKey, key_name
 
 EXPERTS = [
@@ -56,7 +56,7 @@ def test_one_expert_tells_of_all(scheme: str, name: str, experts: type[FusedMoEE
                 kinds.setdefault(kind, (weight, activation))
     for weight, activation in list(kinds.values())[:6]:
         selection = selected(scheme, name, experts, weight, activation)
-        given = specimen(selection.config, weight, activation)
+        given = example_weights(selection.config, weight, activation)
         given.validate(selection.config)
         told = layer_memory(selection, 64)
         if not told.exact:

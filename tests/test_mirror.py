@@ -36,10 +36,7 @@ COVERED = {
     ),
     f"{CORE}/cli/test_plugin_commands.py": "moe_core.cli.command",
     f"{CORE}/kernels/ops/test_activation.py": "moe_core.kernels.device.activation",
-    f"{CORE}/testing/test_compile.py": (
-        "moe_core.kernels.device.pdl moe_core.kernels.launch.example moe_core.kernels.ops.examples "
-        "moe_core.kernels.ops.weight_examples moe_core.parallel.prepare_finalize.dispatch_examples"
-    ),
+    "tests/test_launch_order.py": "moe_core.kernels.device.pdl",
     f"{CORE}/kernels/gemm/sm90/test_mixed_input.py": (
         "moe_core.kernels.device.gluon moe_core.kernels.gemm.sm90.epilogue "
         "moe_core.kernels.gemm.sm90.fragment_order moe_core.kernels.gemm.sm90.kernel "
@@ -89,10 +86,7 @@ COVERED = {
     f"{CORE}/kernels/ops/test_sort.py": "moe_core.reference.skewed_routing",
     "tests/test_converted.py": "moe_core.selection.converted",
     "tests/test_kernel_choice.py": "moe_core.selection.kernel_choice",
-    f"{CORE}/testing/test_checkpoints.py": "moe_core.testing.checkpoints.reading",
-    f"{CORE}/testing/test_diagnosis.py": "moe_core.testing.mistakes moe_core.testing.requantized",
     f"{CORE}/testing/test_plugin.py": "moe_core.testing.pytest_options",
-    "packages/moe-int8/tests/test_online.py": "moe_core.testing.scheme.online",
     "packages/moe-int8/tests/kernels/test_scaled_mm.py": "moe_int8.experts.scaled_mm",
     "packages/moe-int8/tests/formats/test_compressed_tensors.py": (
         "moe_int8.formats.int8_layout moe_int8.formats.packed moe_int8.formats.static_inputs"

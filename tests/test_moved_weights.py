@@ -27,6 +27,7 @@ def layers_of(
 
 
 @pytest.mark.diagonal(2)
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("layers", [1, 2], ids=["alone", "alike"])
 @pytest.mark.parametrize("experts", replayed())
 def test_calls_in_any_order(
@@ -44,6 +45,7 @@ def test_a_call_that_is_dispatched(device: torch.device, experts: type[FusedMoEE
     made.call(0, 3)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.diagonal(len(ACTIONS))
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("experts", replayed())

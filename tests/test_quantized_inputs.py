@@ -20,8 +20,8 @@ from moe_core.parallel.prepare_finalize.token_rows import Tokens
 from moe_core.spec.device import as_torch_device
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.workspace import Workspace
-from moe_core.testing.compile_cases import meta_layer_weights
 from moe_core.testing.data import make_weights
+from moe_core.testing.meta_layers import meta_layer_weights
 
 CONFIG = FusedMoEConfig(num_experts=4, top_k=2, hidden_size=256, intermediate_size=128)
 H200 = DeviceInfo.parse("h200")

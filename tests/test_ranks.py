@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from moe_core.testing.ranks import run_ranks
 from moe_core_layers import Kind, all_kinds
 from moe_core_rank_layers import Case, run_cases
+from moe_kit.ranks import run_ranks
 
 BACKENDS = ("allgather_reducescatter", "alltoall")
 #: in which ranks compute with the same numbers, however their columns are cut

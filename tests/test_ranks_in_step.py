@@ -9,7 +9,7 @@ import moe_core_ranks_in_step as programs
 import pytest
 import torch
 from moe_core.parallel.distributed import same_call
-from moe_core.testing.ranks import run_ranks
+from moe_kit.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

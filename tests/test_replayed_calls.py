@@ -23,6 +23,7 @@ def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         as_if_compiled(monkeypatch)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("experts", replayed())
@@ -50,6 +51,7 @@ def test_the_host_does_little(device: torch.device, experts: type[FusedMoEExpert
     assert python_calls(call) <= (38 if device.type == "cpu" else 66)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("experts", replayed())
 def test_layers_of_a_model_share_what_was_recorded(

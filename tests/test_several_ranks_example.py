@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_core.testing.ranks import run_ranks
 from moe_core_rank_commands import run_example
+from moe_kit.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "several-ranks" / "engine.py"
 

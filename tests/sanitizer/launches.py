@@ -191,12 +191,12 @@ def run_layer(spec, plan, weight_key, activation_key, tokens, changes):
         experts = with_plan(experts, plan)
     if DRY:
         from moe_core.spec.device import DeviceInfo
-        from moe_core.testing.compile_cases import call_on_meta
+        from moe_core.testing.meta_layers import call_on_meta
 
         sm90 = DeviceInfo.parse("sm90")
         with record() as launches:
             instance = experts(config, weight_key=weight_key, activation_key=activation_key, device=sm90)
-            call_on_meta(instance, tokens, mapped=config.local_experts < config.num_experts)
+            call_on_meta(instance, tokens)
         return [one.name for one in launches]
     instance = experts(config, weight_key=weight_key, activation_key=activation_key)
     weights = make_weights(config, weight_key, activation_key, seed=1)

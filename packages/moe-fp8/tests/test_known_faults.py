@@ -12,7 +12,7 @@ from moe_core import (
     kMxfp8Dynamic,
     kMxfp8Static,
 )
-from moe_core.testing.scheme import KnownFaultTests
+from moe_kit.known_faults import KnownFaultTests
 
 W8A8 = (
     (kFp8StaticTensorSym, kFp8DynamicTensorSym),

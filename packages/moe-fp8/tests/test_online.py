@@ -13,8 +13,8 @@ import torch
 from moe_core import FusedMoEConfig, MoEWeights, load_layer
 from moe_core.cli import _machine
 from moe_core.cli.main import main
-from moe_core.testing.scheme import OnlineTests
 from moe_fp8.online import ONLINE
+from moe_kit.online import OnlineTests
 
 NAMES = [online.name for online in ONLINE]
 

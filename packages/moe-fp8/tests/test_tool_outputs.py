@@ -11,7 +11,8 @@ import pytest
 import torch
 from moe_core import kFp8DynamicTensorSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import CONFIG, Experts, Tensors, with_tensor, write
+from moe_core.testing.checkpoints import CONFIG, Experts, Tensors, write
+from moe_kit.changes import with_tensor
 from moe_kit.tool_outputs import Cases, relative, routed, run, run_refuses
 from safetensors.torch import load_file
 from torch import Tensor

@@ -27,9 +27,8 @@ from moe_core import (
     kInt8StaticTensorSym,
 )
 from moe_core.testing.data import make_inputs
-from moe_core.testing.scheme import KnownFaultTests
-from moe_core.testing.scheme.known_faults import Layers, Run
 from moe_int8.scheme import SCHEME
+from moe_kit.known_faults import KnownFaultTests, Layers, Run
 from torch import Tensor
 
 QUANTISED = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import moe_int8
 import pytest
-from moe_core.testing.scheme import OnlineTests
 from moe_int8.online import ONLINE
+from moe_kit.online import OnlineTests
 
 
 class TestInt8(OnlineTests):

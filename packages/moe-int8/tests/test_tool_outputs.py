@@ -12,7 +12,8 @@ import torch
 from moe_core import fused_moe_reference, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.reference.quantization import dequantize_weight
-from moe_core.testing.checkpoints import Tensors, with_tensor
+from moe_core.testing.checkpoints import Tensors
+from moe_kit.changes import with_tensor
 from moe_kit.commands import Moe
 from moe_kit.tool_outputs import Cases, relative, routed, run, run_refuses
 from safetensors.torch import load_file

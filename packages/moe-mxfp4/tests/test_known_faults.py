@@ -26,7 +26,7 @@ from moe_core import (
 )
 from moe_core.testing.checkpoints import CONFIG, source, write
 from moe_core.testing.data import make_weights
-from moe_core.testing.scheme import KnownFaultTests
+from moe_kit.known_faults import KnownFaultTests
 from moe_mxfp4 import Mxfp4MoeBackend, select_mxfp4_moe_backend
 from moe_mxfp4.keys import ACTIVATIONS
 from moe_mxfp4.scheme import SCHEME

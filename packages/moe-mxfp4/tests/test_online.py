@@ -6,7 +6,7 @@ import moe_mxfp4
 import torch
 from moe_core import FusedMoEConfig, MoEWeights, kMxfp4Static
 from moe_core.reference.quantization import dequantize_weight
-from moe_core.testing.scheme import OnlineTests
+from moe_kit.online import OnlineTests
 from torch import Tensor
 
 

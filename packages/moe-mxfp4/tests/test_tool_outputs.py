@@ -23,7 +23,8 @@ from moe_core import (
     load_layer,
 )
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import Tensors, truncated, with_config, with_quantization, with_tensor, with_tensors
+from moe_core.testing.checkpoints import Tensors
+from moe_kit.changes import truncated, with_config, with_quantization, with_tensor, with_tensors
 from moe_kit.tool_outputs import Cases, relative, routed, run, run_refuses
 from safetensors.torch import load_file
 from torch import Tensor

@@ -10,7 +10,7 @@ import moe_transformers
 import pytest
 import torch
 from moe_core import ConfigError, FusedMoEParallelConfig, ParallelGroups
-from moe_core.testing.ranks import run_ranks
+from moe_kit.ranks import run_ranks
 from moe_transformers.ranks import groups_of, leave_to_moe_core
 from moe_transformers_checkpoints import E, K, N, checkpoint, logits, tokens
 from moe_transformers_ranks import models

@@ -33,9 +33,9 @@ from moe_core.spec.quant_key import key_name
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
 from moe_core.testing.data import make_weights
-from moe_core.testing.diagnosis import compare
 from moe_core.testing.harness import Place, Problem, call, make_kernel, make_problem
-from moe_core.testing.scheme import KnownFaultTests
+from moe_core.testing.mistakes import compare
+from moe_kit.known_faults import KnownFaultTests
 from moe_wna16.scheme import SCHEME
 
 PERMUTED = replace(kInt4StaticAsym.with_group(1, 32), permuted=True)

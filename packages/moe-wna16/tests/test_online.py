@@ -7,7 +7,7 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, MoEWeights
 from moe_core.reference.quantization import dequantize_weight
-from moe_core.testing.scheme import OnlineTests
+from moe_kit.online import OnlineTests
 from moe_wna16.online import ONLINE
 from torch import Tensor
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from moe_core import fused_moe_reference, kFp8DynamicTokenSym, load_layer
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import Tensors, truncated, with_quantization, with_tensor, with_tensors
+from moe_core.testing.checkpoints import Tensors
+from moe_kit.changes import truncated, with_quantization, with_tensor, with_tensors
 from moe_kit.tool_outputs import Cases, relative, routed, run, run_refuses
 from moe_wna16_words import (
     Matrix,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_core.cli.main import main
-from moe_core.testing.ensure import ensure
+
+from moe_kit.ensure import ensure
 
 if TYPE_CHECKING:
     import pytest

@@ -15,8 +15,9 @@ from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.data import make_inputs, make_weights
-from moe_core.testing.ensure import ensure
 from torch.nn import functional as F
+
+from moe_kit.ensure import ensure
 
 E = TypeVar("E", bound=GroupedExperts)
 

@@ -19,9 +19,9 @@ from moe_core.reference.tolerance import expected_output
 from moe_core.selection.registry import registry
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import key_name
-from moe_core.testing.ensure import ensure
 from torch import Tensor
 
+from moe_kit.ensure import ensure
 from moe_kit.tool_outputs import run_refuses
 
 INDEX = "model.safetensors.index.json"

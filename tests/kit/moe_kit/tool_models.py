@@ -12,9 +12,10 @@ from moe_core.api.models import quantized_linears
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.reference.quantization import dequantize_weight
 from moe_core.testing.checkpoints import CONFIG, PREFIX
-from moe_core.testing.ensure import ensure
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from moe_kit.ensure import ensure
 
 #: Number of experts, hidden size and intermediate size.
 E, HIDDEN, INTER = 3, 256, 128

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_core.testing.checkpoints.changes import FILE, Change
-from moe_core.testing.checkpoints.experts import Tensors
-from moe_core.testing.ensure import ensure
+from moe_core.testing.checkpoints import Tensors
 from torch import Tensor
 
+from moe_kit.changes import FILE, Change
 from moe_kit.commands import Moe
+from moe_kit.ensure import ensure
 
 if TYPE_CHECKING:
     import pytest

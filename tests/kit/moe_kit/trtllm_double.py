@@ -20,8 +20,9 @@ from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import TRITON
 from moe_core.spec.routing import RoutingConfig, RoutingMethodType, route
 from moe_core.spec.weights import MoEWeights
-from moe_core.testing.ensure import ensure
 from torch import Tensor
+
+from moe_kit.ensure import ensure
 
 BLACKWELL = DeviceInfo.parse("sm100")
 _PARAMETERS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")

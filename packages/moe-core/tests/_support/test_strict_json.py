@@ -20,8 +20,8 @@ from moe_core._support.strict_json import (
     parse_object,
 )
 from moe_core.checkpoint import Checkpoint, read_layer
-from moe_core.testing.checkpoints import write_index
 from moe_core_checkpoints import layer_tensors, write
+from moe_kit.changes import write_index
 
 
 def refused(text: bytes, *parts: str) -> None:

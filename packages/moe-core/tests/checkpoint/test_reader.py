@@ -16,8 +16,8 @@ from moe_core._support.open_file import OpenFile
 from moe_core.checkpoint import Checkpoint, find_layer, load_stacked
 from moe_core.checkpoint.files import safetensors_file
 from moe_core.checkpoint.reader import MOST_OPEN
-from moe_core.testing.checkpoints import raw_file, write_index
 from moe_core_checkpoints import CONFIG, E, K, N, layer_tensors, write
+from moe_kit.changes import raw_file, write_index
 from safetensors.torch import save_file
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from moe_core.cli import _machine
-from moe_core.testing.checkpoints import write_index
 from moe_core_checkpoints import layer_tensors, write
+from moe_kit.changes import write_index
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n\r"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n\r"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_core.testing.ranks import run_ranks
 from moe_core_rank_commands import run_commands
+from moe_kit.ranks import run_ranks
 from safetensors.torch import load_file
 
 SHAPE = ("--scheme", "plain", "--shape", "8,2,64,256")

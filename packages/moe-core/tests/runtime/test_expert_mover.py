@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_core import ExpertPlacement, registry
 from moe_core.parallel.placement.moves import placement_steps
-from moe_core.testing.ranks import run_ranks
 from moe_core_layers import some_kinds
 from moe_core_moves import run_failures, run_graphs, run_moves
+from moe_kit.ranks import run_ranks
 
 
 @st.composite

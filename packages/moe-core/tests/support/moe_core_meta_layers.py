@@ -11,7 +11,7 @@ from moe_core.kernels.experts.grouped import GroupedExperts
 from moe_core.parallel.prepare_finalize.by_name import default_prepare_finalize
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.environment import Environment
-from moe_core.testing.compile_cases import key_pairs, meta_layer_weights
+from moe_core.testing.meta_layers import key_pairs, meta_layer_weights
 
 H200 = DeviceInfo.parse("h200")
 SIZES: dict[str, Any] = {"num_experts": 32, "top_k": 6, "hidden_size": 2048, "intermediate_size": 768}

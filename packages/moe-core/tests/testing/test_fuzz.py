@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_core import CheckpointError
-from moe_core.testing.checkpoints import raw_file
+from moe_kit.changes import raw_file
 from moe_kit.fuzz import Fuzzer, Report, Sample, fuzzer, mutated
 from moe_kit.fuzz.meaning import allowed_differences, changed_entries, unexplained
 from moe_kit.fuzz.reading import MISSING, Layer, stored_tensors

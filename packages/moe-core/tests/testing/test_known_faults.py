@@ -24,7 +24,8 @@ from moe_core import (
     kFp8Static128BlockSym,
 )
 from moe_core.reference.torch_experts import TorchExperts
-from moe_core.testing.scheme import KnownFaultTests, known_faults
+from moe_kit import known_faults
+from moe_kit.known_faults import KnownFaultTests
 from torch import Tensor
 
 TESTS = [name for name in vars(KnownFaultTests) if name.startswith("test_")]

@@ -25,7 +25,7 @@ from moe_core.spec.config import FusedMoEActivationFormat, FusedMoEConfig
 from moe_core.spec.device import DeviceInfo
 from moe_core.spec.quant_key import GroupShape, kFp8Dynamic64Sym, kFp8Dynamic128Sym, kFp8Static128BlockSym
 from moe_core.spec.workspace import Workspace, workspace_nbytes
-from moe_core.testing.compile_cases import call_on_meta
+from moe_core.testing.meta_layers import call_on_meta
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 from moe_fp8.kernels.block import block_scheme, block_weight
 

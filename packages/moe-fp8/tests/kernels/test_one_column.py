@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from moe_core import DeviceInfo, FusedMoEConfig, kFp8DynamicTensorSym, kFp8StaticTensorSym
 from moe_core.kernels.launch.launch import record
-from moe_core.testing.compile_cases import call_on_meta
+from moe_core.testing.meta_layers import call_on_meta
 from moe_fp8.experts.triton_scaled_mm import TritonFp8Experts
 
 

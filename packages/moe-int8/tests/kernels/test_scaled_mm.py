@@ -246,12 +246,13 @@ def test_everything_at_once(kind, plan, device):
     assert error(kind, plan, device, tokens=6, routing="invalid", **layer) < TOLERANCE[kind]
 
 
+@pytest.mark.diagonal(2)
+@pytest.mark.parametrize("tokens", [65, 129])
 @pytest.mark.parametrize("plan", [plan_of(16, swap=True, splits=(2, 1)), PLANS["many"]], ids=["split", "many"])
 @pytest.mark.parametrize("kind", ["token", "tensor"])
-def test_rows_whose_memory_gemm2_is_given(kind, plan, device):
+def test_rows_whose_memory_gemm2_is_given(kind, plan, tokens, device):
     """More than 128 pairs for each expert: h before it is quantized lies where gemm2 writes."""
-    assert error(kind, plan, device, tokens=65, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
-    assert error(kind, plan, device, tokens=129, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
+    assert error(kind, plan, device, tokens=tokens, num_experts=2, top_k=2, hidden_size=256) < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("sizes", [(48, 144), (4096, 144), (48, 4096)], ids=str)

@@ -17,8 +17,8 @@ from moe_core.kernels.launch.launch import record
 from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
 from moe_core.testing.cases import Case
-from moe_core.testing.compile_cases import call_on_meta
 from moe_core.testing.harness import Place, call, make_kernel, make_problem
+from moe_core.testing.meta_layers import call_on_meta
 from moe_mxfp4.experts.marlin import BatchedMarlinMxfp4Experts, MarlinMxfp4Experts, MarlinMxfp4QdqExperts
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from moe_core import FusedMoEConfig, dequantize_weight, kMxfp4Static, kMxfp8Dynamic
 from moe_core.testing import ConformanceTests, make_weights
-from moe_core.testing.compile_cases import meta_layer_weights
+from moe_core.testing.meta_layers import meta_layer_weights
 from moe_mxfp4.experts.triton import TritonMxfp4Experts
 
 

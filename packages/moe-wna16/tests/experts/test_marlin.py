@@ -19,8 +19,8 @@ from moe_core.kernels.gemm.workspaces import BEFORE_GEMM2
 from moe_core.kernels.launch.launch import record
 from moe_core.spec.device import DeviceInfo
 from moe_core.testing import ConformanceTests
-from moe_core.testing.compile_cases import call_on_meta, experts_specimens
 from moe_core.testing.data import make_weights
+from moe_core.testing.meta_layers import call_on_meta, experts_examples
 from moe_wna16.experts.marlin import BatchedMarlinWNA16Experts, MarlinW4AFp8Experts, MarlinWNA16Experts
 
 STANDARD, BATCHED = FusedMoEActivationFormat.STANDARD, FusedMoEActivationFormat.BATCHED
@@ -43,11 +43,11 @@ class TestMarlinW4AFp8(ConformanceTests):
 
 def test_single_columns_are_compiled():
     """Of rows with an activation order, of which a rank has a part; with factors of inputs and without."""
-    shards = [one for one in experts_specimens(MarlinWNA16Experts, DeviceInfo.parse("sm90")) if " shard " in one.name]
+    found = experts_examples(MarlinWNA16Experts, DeviceInfo.parse("sm90"))
     factors = set()
-    for specimen in shards:
+    for example in (one for one in found if one.name.endswith("shard")):
         with record() as launches:
-            specimen.launch()
+            example.launch()
         gemms = [one.arguments["a_args"] for one in launches if one.name == "grouped_gemm_kernel"]
         indices = [index.dtype for _, _, _, index, _, _, _ in gemms]
         assert indices == [torch.int32] * 2

@@ -54,6 +54,7 @@ def test_what_is_not_finite_stays_so(number, key, device):
     assert not layer(key).check(device, change=lambda x: x[0, 40].fill_(number), finite=False).isfinite().any()
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("block_n", [16, 32])
 @pytest.mark.parametrize("block_w", [32, 128, 256])
 def test_blocks_of_every_size(block_n, block_w, device):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from moe_core.testing.checkpoints.folders import write
+from moe_core.testing.checkpoints import write
 from torch import Tensor
 
 from moe_kit.fuzz.columns import check_columns

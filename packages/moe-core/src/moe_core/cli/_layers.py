@@ -115,12 +115,12 @@ def _random_weights(
     import torch
 
     from moe_core.reference.quantization import quantize_moe_weights
-    from moe_core.selection.memory import specimen
+    from moe_core.selection.memory import example_weights
 
     if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
         raise ConfigError("activation order and pre-scales cannot be generated: pass a checkpoint folder")
     # Check the size before experts are made that can never fit.
-    needed = sum(tensor.nbytes for _, tensor in specimen(config, weight_key, activation_key, "meta").tensors())
+    needed = sum(tensor.nbytes for _, tensor in example_weights(config, weight_key, activation_key, "meta").tensors())
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else _arguments.host_memory()
     if memory is not None and needed > memory:

@@ -17,7 +17,7 @@ from moe_core.errors import ConfigError, did_you_mean
 from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular
 from moe_core.parallel.distributed.cost import MACHINES, LayerCost, Line, Machine, fastest, layer_cost
 from moe_core.parallel.prepare_finalize.by_name import ALL2ALL_BACKENDS, REDUCTIONS, load_prepare_finalize
-from moe_core.selection.memory import specimen
+from moe_core.selection.memory import example_weights
 from moe_core.selection.oracle import Oracle, as_device_info
 from moe_core.selection.report import (
     BackendRefusedError,
@@ -186,7 +186,9 @@ def select_prepare_finalize(
     if machine is None and info.is_gpu:
         machine = Machine.of_device(info.name)
     one = replace(config, num_local_experts=1)
-    expert_bytes = sum(tensor.nbytes for _, tensor in specimen(one, weight_key, activation_key, "meta").tensors())
+    expert_bytes = sum(
+        tensor.nbytes for _, tensor in example_weights(one, weight_key, activation_key, "meta").tensors()
+    )
     found = []
     for name in names:
         cls = load_prepare_finalize(name)

@@ -66,13 +66,13 @@ def layer_memory(selection: Selection, num_tokens: int) -> LayerMemory:
     config = selection.config
     one = replace(selection, report=replace(selection.report, config=replace(config, num_local_experts=1)))
     keys = selection.weight_key, selection.activation_key
-    canonical = sum(tensor.nbytes for _, tensor in specimen(one.config, *keys, "meta").tensors())
+    canonical = sum(tensor.nbytes for _, tensor in example_weights(one.config, *keys, "meta").tensors())
     weights, load_peak = canonical, 2 * canonical
     exact = False
     if canonical <= LARGEST_EXPERT:
         # The conversion of a library may need the library, or values.
         with suppress(Exception):
-            weights, load_peak = _laid_out(one, specimen(one.config, *keys))
+            weights, load_peak = _laid_out(one, example_weights(one.config, *keys))
             exact = True
     tokens = num_tokens
     if issubclass(selection.experts, FusedMoEExpertsModular):
@@ -103,7 +103,7 @@ def _memory(tensors: dict[str, Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
 
 
-def specimen(
+def example_weights(
     config: FusedMoEConfig,
     weight_key: QuantKey | None,
     activation_key: QuantKey | None,

@@ -2,10 +2,9 @@
 
 - :mod:`moe_core.testing.conformance`: the conformance kit, which tests every claim of an experts class
 - :mod:`moe_core.reference.tolerance`: allowed error compared with the float64 reference, and its derivation
-- :mod:`moe_core.testing.diagnosis`: names the common mistake that explains a wrong result
+- :mod:`moe_core.testing.mistakes`: names the common mistake that explains a wrong result
 - :mod:`moe_core.testing.data`: random weights, inputs and routing for any layer and keys
 - :mod:`moe_core.testing.checkpoints`: small checkpoints with exact values, for tests of formats
-- :mod:`moe_core.testing.scheme`: test suites that every scheme package must pass
 - :mod:`moe_core.testing.compile`: compiles Triton kernels for GPUs that are not installed
 - :mod:`moe_core.testing.interpreter`: a faster Triton interpreter
 - :mod:`moe_core.testing.plugin`: the pytest plugin
@@ -21,10 +20,12 @@ if TYPE_CHECKING:
     from moe_core.testing.cases import Case, conformance_cases
     from moe_core.testing.conformance import ConformanceTests, cases_for, run_case
     from moe_core.testing.data import Inputs, make_inputs, make_weights
+    from moe_core.testing.launches import Example
 
 _HOME_OF = {
     "Case": "moe_core.testing.cases",
     "ConformanceTests": "moe_core.testing.conformance",
+    "Example": "moe_core.testing.launches",
     "Expected": "moe_core.reference.tolerance",
     "Inputs": "moe_core.testing.data",
     "cases_for": "moe_core.testing.conformance",
@@ -45,6 +46,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Case",
     "ConformanceTests",
+    "Example",
     "Expected",
     "Inputs",
     "cases_for",

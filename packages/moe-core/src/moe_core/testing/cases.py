@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,19 +235,7 @@ def conformance_cases(
     lacking = next(filter(None, map(environment.reason_against, claims.requires)), None)
     rows = [] if lacking else covering_rows(factors, allowed, paired=paired, together=together, fillers=fillers)
     cases = [case for row in rows if (case := case_of(row)) is not None]
-    layers = list(cases)
-    cases += _layer_cases(layers, claims, budget, on_gpu)
-    if on_gpu:
-        cases += [case for case in _many_rows(layers, claims, _MANY_ROWS) if supported(case)[0]]
-    if claims.keeps_nan:
-        cases += _nan_cases(cases, claims, supported, everywhere=on_gpu or budget == "full")
-    cases += _large_cases(layers, claims, supported, everywhere=on_gpu or budget == "full")
-    if not _calls_a_library(experts):
-        cases += _range_cases(layers, claims, supported, everywhere=on_gpu or budget == "full")
-    narrow = [case for case in _many_rows(layers, claims, _MANY_NARROW_ROWS) if supported(case)[0]]
-    cases += narrow if on_gpu or budget == "full" else narrow[:1]
-    if claims.batch_invariant:
-        cases += _invariance_cases(cases, claims, supported, budget, on_gpu)
+    cases += _Layers(experts, cases, supported, full=budget == "full", on_gpu=on_gpu).cases()
     template = cases[0] if cases else None
     for name in ("keys", "activation", "dtype", "format", "method"):
         for value in factors[name]:
@@ -406,94 +394,16 @@ def _first_experts(router_logits: torch.Tensor, *, top_k: int, renormalize: bool
     return found.values, found.indices.int()
 
 
-def _layer_cases(cases: list[Case], claims: Claims, budget: str, on_gpu: bool) -> list[Case]:
-    """Return the whole-layer checks, on layers that also have a "values" case.
-
-    They are conversion for every pair of keys and reloading for every weight key. On a GPU, everything that captured
-    graphs rely on is checked for every pair of keys and activation format.
-    """
-    pairs: dict[KeyPair, Case] = {}
-    weights: dict[QuantKey | None, Case] = {}
-    layouts: dict[FusedMoEActivationFormat, Case] = {}
-    # The interpreter takes seconds for what a GPU does instantly.
-    most = 17 if on_gpu else 9
-
-    def preference(case: Case) -> tuple[bool, bool, int]:
-        config = case.config
-        cost = 0 if on_gpu else config.hidden_size * config.intermediate_size * config.top_k
-        # Few tokens may select no local expert: if there are many experts, or top-k is 1 on a shard of the experts.
-        missed = config.num_experts > 64 or (config.local_experts < config.num_experts and config.top_k == 1)
-        return (case.routing != "uniform" or not case.tokens or case.strided, missed, cost)
-
-    for case in sorted(cases, key=preference):
-        layer = replace(case, tokens=min(max(case.tokens, 3), most), routing="uniform", strided=False)
-        layer = _with_room(layer)
-        pairs.setdefault((case.weight_key, case.activation_key), layer)
-        weights.setdefault(case.weight_key, layer)
-        layouts.setdefault(case.config.activation_format, layer)
-    per_pair = list(pairs.values())
-    one = per_pair[:1]
-    layers = {
-        "convert": per_pair,
-        "reload": per_pair if budget == "full" else list(weights.values()),
-        "compile": per_pair if budget == "full" else one,
-        "opcheck": per_pair if budget == "full" else one,
-        "refusals": one,
-    }
-    if on_gpu and claims.cuda_graph:
-        layers |= {check: [*per_pair, *layouts.values()] for check in GPU_CHECKS}
-    return [replace(layer, check=check) for check, chosen in layers.items() for layer in chosen]
+def _resized(case: Case, check: str, tokens: int, *, routing: str = "uniform", **changes: Any) -> Case:
+    """Return a case of another check, with other fields of the layer."""
+    layout = changes.get("activation_format", case.config.activation_format)
+    room = tokens if layout is FusedMoEActivationFormat.BATCHED else None
+    config = replace(case.config, max_num_tokens=room, **changes)
+    return replace(case, check=check, config=config, tokens=tokens, routing=routing, strided=False)
 
 
-def _many_rows(cases: list[Case], claims: Claims, sizes: tuple[int, int, int]) -> list[Case]:
-    """Return a case with hundreds of rows per expert for every pair of keys.
-
-    Such layers use other tiles and keep more work in flight. ``sizes`` are the minimum number of tokens, hidden size
-    and intermediate size. Activations are gated if any case of the keys is gated. For the first pair and every second
-    one after it, most ids select no expert and the number of tokens is doubled.
-    """
-    tokens, hidden, size = sizes
-    found: dict[KeyPair, Case] = {}
-    for case in sorted(cases, key=lambda case: not case.config.is_gated):
-        if case.config.routing is None and not case.config.is_lora_enabled:
-            found.setdefault((case.weight_key, case.activation_key), case)
-    h, n = claims.hidden_multiple, claims.intermediate_multiple
-
-    def enlarged(case: Case, routing: str) -> Case:
-        config = replace(
-            case.config,
-            num_experts=2,
-            num_local_experts=2,
-            top_k=1,
-            hidden_size=-(-hidden // h) * h,
-            intermediate_size=-(-size // n) * n,
-        )
-        count = tokens if routing == "uniform" else 2 * tokens
-        larger = replace(case, check="many_rows", config=config, tokens=count, routing=routing, strided=False)
-        return _with_room(larger)
-
-    return [enlarged(*each) for each in zip(found.values(), itertools.cycle(("invalid", "uniform")))]
-
-
-def _large_cases(
-    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
-) -> list[Case]:
-    """Return a layer of each kind in :data:`_LARGE` for one accepted pair of keys, or for all.
-
-    ``everywhere`` selects all pairs.
-    """
-    plain: dict[KeyPair, Case] = {}
-    # In the standard format, the experts sort the pairs themselves.
-    for case in sorted(cases, key=lambda case: case.config.activation_format is FusedMoEActivationFormat.BATCHED):
-        if not case.config.apply_router_weight_on_input:
-            plain.setdefault((case.weight_key, case.activation_key), case)
-    found: list[Case] = []
-    for number, sizes in enumerate(_LARGE):
-        possible = [[c for c in _enlarged(case, claims, *sizes) if supported(c)[0]] for case in plain.values()]
-        smallest = [layers[0] for layers in possible if layers]
-        # Each kind uses other keys, if there are several.
-        found += smallest if everywhere else smallest[number % max(1, len(smallest)) :][:1]
-    return found
+def _multiple(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _calls_a_library(experts: type[FusedMoEExperts]) -> bool:
@@ -505,138 +415,222 @@ def _calls_a_library(experts: type[FusedMoEExperts]) -> bool:
     return any(requirement != TRITON for claims in declared if claims is not None for requirement in claims.requires)
 
 
-def _range_cases(
-    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
-) -> list[Case]:
-    """Return cases with tokens of all magnitudes for every activation, rotating keys and dtypes.
+@dataclass(frozen=True)
+class _Layers:
+    """Cases of whole layers and of large ones, derived from layers that also have a "values" case.
 
-    Only token-wise activation keys without static scales are used. float16 is excluded because it holds too few
-    magnitudes. Unless ``everywhere``, parameters are the defaults, plus SITU's limit, which is a different function.
+    Attributes:
+        experts: Experts class.
+        layers: Cases of the check "values".
+        supported: Answers (whether the class runs a case, reason against it).
+        full: Whether the budget is "full".
+        on_gpu: Whether the tensors are on a GPU.
     """
-    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in claims.dtypes]
-    plain: dict[KeyPair, Case] = {}
-    for case in sorted(cases, key=lambda case: case.config.activation_format is FusedMoEActivationFormat.BATCHED):
-        key = case.activation_key
-        if case.config.routing is None and (key is None or key.is_token_wise):
-            plain.setdefault((case.weight_key, key), case)
-    turns = list(itertools.product(plain.values(), dtypes))
-    found: list[Case] = []
-    for activation, params in activations_of(claims):
-        if not everywhere and params not in (None, _LIMIT if activation is MoEActivation.SITU else None):
-            continue
-        # Take the next combination that fits: not every key supports every dtype.
-        for case, dtype in turns[len(found) % len(turns) :] + turns if turns else []:
-            config = replace(
-                case.config,
-                activation=activation,
-                activation_params=params,
-                dtype=dtype,
-                has_bias=False,
-                apply_router_weight_on_input=False,
-            )
-            layers = _enlarged(replace(case, config=config), claims, *_MAGNITUDES)
-            fits = [replace(layer, check="range") for layer in layers if supported(layer)[0]]
-            if fits:
-                found.append(fits[0])
-                break
-    return found
 
+    experts: type[FusedMoEExperts]
+    layers: list[Case]
+    supported: Callable[[Case], tuple[bool, str | None]]
+    full: bool
+    on_gpu: bool
 
-def _enlarged(case: Case, claims: Claims, experts: int, top_k: int, hidden: int, size: int, tokens: int) -> list[Case]:
-    """Return layers of at least these sizes, smallest first.
+    @property
+    def everywhere(self) -> bool:
+        """Whether time suffices for every pair of keys."""
+        return self.on_gpu or self.full
 
-    The second one rounds the size multiples up to 128, since quantization groups may have to be complete.
-    """
-    experts = min(experts, claims.max_experts or experts)
-    top_k = min(top_k, claims.max_top_k or top_k, experts)
-    found = []
-    for least in (1, 128):
-        h, n = (-(-multiple // least) * least for multiple in (claims.hidden_multiple, claims.intermediate_multiple))
-        # An odd number of claimed multiples makes the last tile a partial one.
-        count = -(-hidden // h)
-        config = replace(
-            case.config,
-            num_experts=experts,
-            num_local_experts=experts,
-            top_k=top_k,
-            hidden_size=h * (count if count % 2 else count + 1),
-            intermediate_size=-(-size // n) * n,
-            is_lora_enabled=False,
+    def cases(self) -> list[Case]:
+        """Return the cases."""
+        claims = self.experts.claims
+        converted, found = self.whole(), self.fitting(self.many_rows(*_MANY_ROWS)) if self.on_gpu else []
+        found = converted + found
+        if claims.keeps_nan:
+            found += self.nan(found)
+        found += self.large()
+        if not _calls_a_library(self.experts):
+            found += self.range()
+        narrow = self.fitting(self.many_rows(*_MANY_NARROW_ROWS))
+        found += narrow if self.everywhere else narrow[:1]
+        if claims.batch_invariant:
+            found += self.invariance([case for case in converted if case.check == "convert"])
+        return found
+
+    def fitting(self, cases: Iterable[Case]) -> list[Case]:
+        """Return the supported ones of some cases."""
+        return [case for case in cases if self.supported(case)[0]]
+
+    def by_keys(self, preference: Callable[[Case], Any], condition: Callable[[Case], bool]) -> list[Case]:
+        """Return the preferred layer of every pair of keys that meets a condition."""
+        found: dict[KeyPair, Case] = {}
+        for case in sorted(filter(condition, self.layers), key=preference):
+            found.setdefault((case.weight_key, case.activation_key), case)
+        return list(found.values())
+
+    def whole(self) -> list[Case]:
+        """Return conversion for every pair of keys and reloading for every weight key.
+
+        On a GPU, everything that captured graphs rely on is checked for every pair of keys and activation format.
+        """
+        weights: dict[QuantKey | None, Case] = {}
+        layouts: dict[FusedMoEActivationFormat, Case] = {}
+
+        def preference(case: Case) -> tuple[bool, bool, int]:
+            config = case.config
+            cost = 0 if self.on_gpu else config.hidden_size * config.intermediate_size * config.top_k
+            # Few tokens may select no local expert: if there are many experts, or top-k is 1 on a shard of them.
+            missed = config.num_experts > 64 or (config.local_experts < config.num_experts and config.top_k == 1)
+            return (case.routing != "uniform" or not case.tokens or case.strided, missed, cost)
+
+        def layer(case: Case) -> Case:
+            # The interpreter takes seconds for what a GPU does instantly.
+            return _resized(case, "values", min(max(case.tokens, 3), 17 if self.on_gpu else 9))
+
+        for case in sorted(self.layers, key=preference):
+            weights.setdefault(case.weight_key, layer(case))
+            layouts.setdefault(case.config.activation_format, layer(case))
+        pairs = [layer(case) for case in self.by_keys(preference, lambda case: True)]
+        one, some = pairs[:1], pairs if self.full else pairs[:1]
+        reloaded = pairs if self.full else list(weights.values())
+        checks = {"convert": pairs, "reload": reloaded, "compile": some, "opcheck": some, "refusals": one}
+        if self.on_gpu and self.experts.claims.cuda_graph:
+            checks |= {check: [*pairs, *layouts.values()] for check in GPU_CHECKS}
+        return [replace(layer, check=check) for check, chosen in checks.items() for layer in chosen]
+
+    def many_rows(self, tokens: int, hidden: int, size: int) -> Iterator[Case]:
+        """Yield a case with hundreds of rows per expert for every pair of keys.
+
+        Such layers use other tiles and keep more work in flight. The arguments are minimum sizes. Activations are gated
+        if any case of the keys is gated. For the first pair and every second one after it, most ids select no expert
+        and the number of tokens is doubled.
+        """
+        claims = self.experts.claims
+        sizes: dict[str, Any] = {
+            "hidden_size": _multiple(hidden, claims.hidden_multiple),
+            "intermediate_size": _multiple(size, claims.intermediate_multiple),
+        }
+        plain = self.by_keys(
+            lambda case: not case.config.is_gated,
+            lambda case: case.config.routing is None and not case.config.is_lora_enabled,
         )
-        if config.routing is not None:
+        for case, routing in zip(plain, itertools.cycle(("invalid", "uniform")), strict=False):
+            count = tokens if routing == "uniform" else 2 * tokens
+            yield _resized(
+                case, "many_rows", count, routing=routing, num_experts=2, num_local_experts=2, top_k=1, **sizes
+            )
+
+    def large(self) -> list[Case]:
+        """Return a layer of each kind in :data:`_LARGE` for one pair of keys, or for all."""
+        # In the standard format, the experts sort the pairs themselves.
+        plain = self.by_keys(_is_batched, lambda case: not case.config.apply_router_weight_on_input)
+        found: list[Case] = []
+        for number, sizes in enumerate(_LARGE):
+            possible = [self.fitting(self.enlarged(case, "large", *sizes))[:1] for case in plain]
+            smallest = [layer for layers in possible for layer in layers]
+            # Each kind uses other keys, if there are several.
+            found += smallest if self.everywhere else smallest[number % max(1, len(smallest)) :][:1]
+        return found
+
+    def range(self) -> list[Case]:
+        """Return cases with tokens of all magnitudes for every activation, rotating keys and dtypes.
+
+        Only token-wise activation keys without static scales are used. float16 is excluded because it holds too few
+        magnitudes. Unless :attr:`everywhere`, parameters are the defaults, plus SITU's limit, which is a different
+        function.
+        """
+        claims = self.experts.claims
+        plain = self.by_keys(
+            _is_batched,
+            lambda case: (
+                case.config.routing is None and (case.activation_key is None or case.activation_key.is_token_wise)
+            ),
+        )
+        dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in claims.dtypes]
+        turns = list(itertools.product(plain, dtypes))
+        found: list[Case] = []
+        for activation, params in activations_of(claims):
+            if not self.everywhere and params not in (None, _LIMIT if activation is MoEActivation.SITU else None):
+                continue
+            changed: dict[str, Any] = {"activation": activation, "activation_params": params}
+            changed |= {"has_bias": False, "apply_router_weight_on_input": False}
+            # Take the next combination that fits: not every key supports every dtype.
+            for case, dtype in turns[len(found) % len(turns) :] + turns if turns else []:
+                fits = self.fitting(self.enlarged(case, "range", *_MAGNITUDES, dtype=dtype, **changed))
+                if fits:
+                    found.append(fits[0])
+                    break
+        return found
+
+    def enlarged(
+        self, case: Case, check: str, experts: int, top_k: int, hidden: int, size: int, tokens: int, **changes: Any
+    ) -> Iterator[Case]:
+        """Yield layers of at least these sizes, smallest first.
+
+        The second one rounds the size multiples up to 128, since quantization groups may have to be complete.
+        """
+        claims = self.experts.claims
+        experts = min(experts, claims.max_experts or experts)
+        top_k = min(top_k, claims.max_top_k or top_k, experts)
+        for least in (1, 128):
+            h, n = (_multiple(unit, least) for unit in (claims.hidden_multiple, claims.intermediate_multiple))
+            # An odd number of claimed multiples makes the last tile a partial one.
+            changes |= {"num_experts": experts, "num_local_experts": experts, "top_k": top_k, "is_lora_enabled": False}
+            changes |= {"hidden_size": h * (-(-hidden // h) | 1), "intermediate_size": _multiple(size, n)}
             try:
-                config.routing.check(num_experts=experts, top_k=top_k)
+                larger = _resized(case, check, tokens, **changes)
+                if larger.config.routing is not None:
+                    larger.config.routing.check(num_experts=experts, top_k=top_k)
             except ConfigError:
                 continue
-        found.append(replace(case, check="large", config=config, tokens=tokens, routing="uniform", strided=False))
-    return list(map(_with_room, found))
+            yield larger
+
+    def nan(self, cases: list[Case]) -> list[Case]:
+        """Return cases with NaN among few rows (on a GPU also many), for every activation key.
+
+        Integers with static scales cannot represent NaN and are tested in every activation format. The other keys
+        rotate through the formats, unless :attr:`everywhere`.
+        """
+        found: dict[tuple[Any, ...], Case] = {}
+        layouts = sorted(self.experts.claims.formats, key=lambda layout: layout.value)
+        keys = list(dict.fromkeys(case.activation_key for case in [*self.layers, *cases]))
+        for case in cases:
+            if case.check not in ("convert", "many_rows"):
+                continue
+            key = case.activation_key
+            silent = key is not None and key.dtype.kind is NumberKind.INT and key.is_static
+            turn = layouts if self.everywhere or silent else [layouts[keys.index(key) % len(layouts)]]
+            for layout in turn:
+                tokens = case.tokens if self.everywhere else min(case.tokens, 3)
+                other = _resized(case, "nan", tokens, routing=case.routing, activation_format=layout)
+                if (case.check, key, layout) not in found and self.supported(other)[0]:
+                    found[case.check, key, layout] = other
+        return list(found.values())
+
+    def invariance(self, given: list[Case]) -> list[Case]:
+        """Return batch-invariance cases of accepted key pairs, or a failing case if there are none.
+
+        The small budget keeps one pair. Rows are long enough that few of them may be split among programs or use
+        dedicated kernels.
+        """
+        claims = self.experts.claims
+        hidden, size, tokens = _LONG_ROWS if self.everywhere else _LONG_ROWS_IN_SMALL
+        long: dict[str, Any] = {
+            "hidden_size": _multiple(hidden, claims.hidden_multiple),
+            "intermediate_size": _multiple(size, claims.intermediate_multiple),
+        }
+        if not self.full and torch.bfloat16 in claims.dtypes:
+            long["dtype"] = torch.bfloat16
+        kept = []
+        for case in given:
+            both = (_resized(case, "invariance", tokens, batch_invariant=True, **sizes) for sizes in (long, {}))
+            kept += self.fitting(both)[:1]
+        if given and not kept:
+            one = _resized(given[0], "invariance", tokens, batch_invariant=True)
+            reason = f"batch invariance is claimed, but: {self.supported(one)[1]}"
+            kept = [replace(one, check="claims", reason=reason)]
+        return kept if self.full else kept[:1]
 
 
-def _nan_cases(
-    cases: list[Case], claims: Claims, supported: Callable[[Case], tuple[bool, str | None]], *, everywhere: bool
-) -> list[Case]:
-    """Return cases with NaN among few rows (on a GPU also many), for every activation key.
-
-    Integers with static scales cannot represent NaN and are tested in every activation format. With ``everywhere``, the
-    other keys are tested in every format too; otherwise they rotate through the formats.
-    """
-    found: dict[tuple[Any, ...], Case] = {}
-    layouts = sorted(claims.formats, key=lambda layout: layout.value)
-    keys = list(dict.fromkeys(case.activation_key for case in cases))
-    for case in cases:
-        if case.check not in ("convert", "many_rows"):
-            continue
-        key = case.activation_key
-        silent = key is not None and key.dtype.kind is NumberKind.INT and key.is_static
-        turn = layouts if everywhere or silent else [layouts[keys.index(key) % len(layouts)]]
-        for layout in turn:
-            kind = (case.check, key, layout)
-            tokens = case.tokens if everywhere else min(case.tokens, 3)
-            room = tokens if layout is FusedMoEActivationFormat.BATCHED else None
-            config = replace(case.config, activation_format=layout, max_num_tokens=room)
-            other = replace(case, check="nan", config=config, tokens=tokens)
-            if kind not in found and supported(other)[0]:
-                found[kind] = other
-    return list(found.values())
-
-
-def _invariance_cases(
-    cases: list[Case],
-    claims: Claims,
-    supported: Callable[[Case], tuple[bool, str | None]],
-    budget: str,
-    on_gpu: bool,
-) -> list[Case]:
-    """Return batch-invariance cases of accepted key pairs, or a failing case if there are none.
-
-    The small budget keeps one pair. Rows are long enough that few of them may be split among programs or use dedicated
-    kernels.
-    """
-    hidden, size, tokens = _LONG_ROWS if on_gpu or budget == "full" else _LONG_ROWS_IN_SMALL
-    h, n = claims.hidden_multiple, claims.intermediate_multiple
-
-    def invariant(case: Case, **sizes: Any) -> Case:
-        config = replace(case.config, batch_invariant=True, **sizes)
-        return _with_room(replace(case, check="invariance", config=config, tokens=tokens))
-
-    given = [case for case in cases if case.check == "convert"]
-    long: dict[str, Any] = {"hidden_size": -(-hidden // h) * h, "intermediate_size": -(-size // n) * n}
-    if budget != "full" and torch.bfloat16 in claims.dtypes:
-        long["dtype"] = torch.bfloat16
-    kept = []
-    for case in given:
-        fits = [found for found in (invariant(case, **long), invariant(case)) if supported(found)[0]]
-        kept += fits[:1]
-    if given and not kept:
-        one = invariant(given[0])
-        kept = [replace(one, check="claims", reason=f"batch invariance is claimed, but: {supported(one)[1]}")]
-    return kept if budget == "full" else kept[:1]
-
-
-def _with_room(case: Case) -> Case:
-    if case.config.max_num_tokens is None:
-        return case
-    return replace(case, config=replace(case.config, max_num_tokens=case.tokens))
+def _is_batched(case: Case) -> bool:
+    return case.config.activation_format is FusedMoEActivationFormat.BATCHED
 
 
 _NOTHING = Case("claims", FusedMoEConfig(1, 1, 1, 1), None, None)

@@ -30,7 +30,7 @@ from moe_core.testing.checks import CHECKS
 from moe_core.testing.harness import PRETENDED, Place
 from moe_core.testing.interpreter import quicken
 from moe_core.testing.loading import load_experts, load_plugin
-from moe_core.testing.random_cases import RandomBudget, random_cases
+from moe_core.testing.random_cases import parse_budget, random_cases
 
 
 def place_for(claims: Claims, device: str = "auto") -> Place | None:
@@ -79,11 +79,11 @@ def cases_for(experts: type[FusedMoEExperts] | str, *, device: str = "auto", bud
     """
     found = load_experts(experts)
     place = place_for(found.claims, device)
-    drawn = RandomBudget.parse(budget)
+    drawn = parse_budget(budget)
     if place is None:
         return []
     if drawn is not None:
-        return random_cases(found, drawn, target=place.target, large=place.device.type == "cuda")
+        return random_cases(found, *drawn, target=place.target, large=place.device.type == "cuda")
     return conformance_cases(found, target=place.target, budget=budget, on_gpu=place.device.type == "cuda")
 
 

@@ -26,8 +26,8 @@ from moe_core.spec.workspace import Workspace, workspace_nbytes
 from moe_core.testing.cases import Case
 from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights
 
-#: bytes that fill workspaces and outputs before a call; as floats they are NaN, or huge but finite
-POISONS = {"NaN": 0xFF, "huge values": 0x7B}
+#: bytes that fill workspaces and outputs before a call; as floats they are NaN, and huge but finite
+_POISON = bytes([0xFF] * 64 + [0x7B] * 64)
 #: devices that experts are told they run on if none of their own is present: in the Triton interpreter, or for
 #: conversion only
 PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
@@ -116,18 +116,6 @@ class Problem:
         """The adapters with each token's adapter id, or None."""
         ids = self.inputs.adapter_ids
         return None if self.lora is None or ids is None else LoRA(self.lora, ids)
-
-    def tokens(self, first: int, last: int) -> Problem:
-        """Return the same layer with a range of tokens, as a view of the same memory.
-
-        Args:
-            first: First token.
-            last: End of the range, exclusive.
-
-        Returns:
-            The problem with these tokens.
-        """
-        return self.only(slice(first, last))
 
     def only(self, rows: slice | list[int]) -> Problem:
         """Return the same layer with some of the tokens.
@@ -305,13 +293,17 @@ def call(kernel: FusedMoEKernel, problem: Problem, output: Tensor | None = None)
     )
 
 
-def watched_call(kernel: FusedMoEKernel, problem: Problem, poison: int) -> Tensor:
+def _poison(nbytes: int, device: torch.device) -> Tensor:
+    pattern = torch.frombuffer(bytearray(_POISON), dtype=torch.uint8)
+    return pattern.repeat(-(-nbytes // len(_POISON)))[:nbytes].to(device)
+
+
+def watched_call(kernel: FusedMoEKernel, problem: Problem) -> Tensor:
     """Call the kernel once with a poisoned output and workspace of exactly the stated size.
 
     Args:
         kernel: The kernel.
         problem: The case's tensors.
-        poison: Byte that fills both buffers and their guards.
 
     Returns:
         A copy of the output ``[M, K]``.
@@ -320,24 +312,22 @@ def watched_call(kernel: FusedMoEKernel, problem: Problem, poison: int) -> Tenso
         AssertionError: The call wrote outside of a buffer.
     """
     x, config = problem.inputs.x, kernel.config
-    needed = workspace_nbytes(kernel.workspaces(x.shape[0]))
-    memory = torch.full((needed + 2 * _GUARD,), poison, dtype=torch.uint8, device=x.device)
+    memory = _poison(workspace_nbytes(kernel.workspaces(x.shape[0])) + 2 * _GUARD, x.device)
     rows = max(1, _GUARD // config.hidden_size)
     row_bytes = config.hidden_size * config.dtype.itemsize
-    surrounding = torch.full(((x.shape[0] + 2 * rows) * row_bytes,), poison, dtype=torch.uint8, device=x.device)
+    surrounding = _poison((x.shape[0] + 2 * rows) * row_bytes, x.device)
     output = surrounding.view(config.dtype).view(-1, config.hidden_size)[rows : rows + x.shape[0]]
     kernel.workspace = Workspace(x.device, memory[_GUARD:-_GUARD])
     try:
         call(kernel, problem, output)
     finally:
         kernel.workspace = None
-    if not bool((memory[-_GUARD:] == poison).all()):
-        raise AssertionError("bytes behind the workspace were written: workspaces() states less than apply uses")
-    if not bool((memory[:_GUARD] == poison).all()):
-        raise AssertionError("bytes before the workspace were written")
-    around = torch.cat((surrounding[: rows * row_bytes], surrounding[(rows + x.shape[0]) * row_bytes :]))
-    if not bool((around == poison).all()):
-        raise AssertionError("memory before or behind the output was written")
+    for buffer, guard, what in ((memory, _GUARD, "the workspace"), (surrounding, rows * row_bytes, "the output")):
+        before = _poison(len(buffer), x.device)
+        if not torch.equal(buffer[-guard:], before[-guard:]):
+            raise AssertionError(f"bytes behind {what} were written; workspaces() must state all that apply uses")
+        if not torch.equal(buffer[:guard], before[:guard]):
+            raise AssertionError(f"bytes before {what} were written")
     return output.clone()
 
 

@@ -29,38 +29,25 @@ from moe_core.testing.data import ROUTINGS, SKEWED
 TRIES = 400
 
 
-@dataclass(frozen=True)
-class RandomBudget:
-    """Number of layers to draw, and the seed.
+def parse_budget(text: str) -> tuple[int, int] | None:
+    """Parse "random:COUNT" or "random:COUNT:SEED".
 
-    Attributes:
-        count: Number of layers.
-        seed: Seed of the draws.
+    Args:
+        text: Name of a budget.
+
+    Returns:
+        (number of layers, seed of the draws); None for the name of another budget.
+
+    Raises:
+        ConfigError: ``text`` is anything else.
     """
-
-    count: int
-    seed: int = 0
-
-    @staticmethod
-    def parse(text: str) -> RandomBudget | None:
-        """Parse "random:COUNT" or "random:COUNT:SEED".
-
-        Args:
-            text: Name of a budget.
-
-        Returns:
-            The budget; None for the name of another budget.
-
-        Raises:
-            ConfigError: ``text`` is anything else.
-        """
-        name, *numbers = text.split(":")
-        if text in BUDGETS:
-            return None
-        if name != "random" or not 1 <= len(numbers) <= 2 or not all(n.isascii() and n.isdigit() for n in numbers):
-            raise ConfigError(f"the budget is {', '.join(BUDGETS)} or random:COUNT[:SEED], got {text!r}")
-        count, seed = (*map(int, numbers), 0)[:2]
-        return RandomBudget(whole_number("the number of random cases", count), seed)
+    name, *numbers = text.split(":")
+    if text in BUDGETS:
+        return None
+    if name != "random" or not 1 <= len(numbers) <= 2 or not all(n.isascii() and n.isdigit() for n in numbers):
+        raise ConfigError(f"the budget is {', '.join(BUDGETS)} or random:COUNT[:SEED], got {text!r}")
+    count, seed = (*map(int, numbers), 0)[:2]
+    return whole_number("the number of random cases", count), seed
 
 
 @dataclass(frozen=True)
@@ -89,18 +76,19 @@ ON_CPU = Largest(size=300, tokens=64, experts=16, weights=1 << 19, hidden=1 << 1
 
 
 def random_cases(
-    experts: type[FusedMoEExperts], budget: RandomBudget, *, target: DeviceInfo, large: bool = False
+    experts: type[FusedMoEExperts], count: int, seed: int, *, target: DeviceInfo, large: bool = False
 ) -> list[Case]:
     """Draw cases of the check "values" from the claims of a class.
 
     Args:
         experts: Experts class.
-        budget: Number of cases, and the seed.
+        count: Number of cases.
+        seed: Seed of the draws.
         target: Device that the experts are told they run on.
         large: Whether to draw sizes for a GPU.
 
     Returns:
-        ``budget.count`` cases; none if a library that the class requires is missing.
+        ``count`` cases; none if a library that the class requires is missing.
 
     Raises:
         ConfigError: The class refuses every layer drawn from its own claims.
@@ -109,9 +97,9 @@ def random_cases(
         return []
     found = []
     keys = expand_keys(experts.claims)
-    for number in range(budget.count):
+    for number in range(count):
         # Seeded with a string, so that seed 1 with case 12 differs from seed 11 with case 2.
-        generator = random.Random(f"{experts.__qualname__} {budget.seed} {number}")
+        generator = random.Random(f"{experts.__qualname__} {seed} {number}")
         found.append(_drawn(experts, keys, target, ON_GPU if large else ON_CPU, generator))
     return found
 

@@ -10,7 +10,7 @@ from moe_core import CheckpointError
 from moe_core._support.open_file import OpenFile
 from moe_core.checkpoint.files import safetensors_header
 from moe_core.checkpoint.files.safetensors_header import Header, read_header
-from moe_core.testing.checkpoints import raw_file
+from moe_kit.changes import raw_file
 from safetensors.torch import save
 
 TENSORS = {

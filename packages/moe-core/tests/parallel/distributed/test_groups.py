@@ -10,7 +10,7 @@ import pytest
 from moe_core import ConfigError, FusedMoEParallelConfig
 from moe_core.parallel.distributed import ParallelGroups
 from moe_core.spec.config import TokenSharing
-from moe_core.testing.ranks import RankFailedError, run_ranks
+from moe_kit.ranks import RankFailedError, run_ranks
 
 
 def test_groups_of_four_ranks() -> None:

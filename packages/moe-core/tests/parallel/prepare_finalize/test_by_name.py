@@ -16,7 +16,7 @@ from moe_core.parallel.prepare_finalize.by_name import (
     load_prepare_finalize,
     prepare_finalize_of,
 )
-from moe_core.testing.ranks import run_ranks
+from moe_kit.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from moe_core.parallel.prepare_finalize.no_parallel import PrepareAndFinalizeNoP
 from moe_core.parallel.prepare_finalize.pushed import PushedTokens
 from moe_core.runtime.call_launches import call_launches, launches_up_to
 from moe_core.spec.workspace import Workspace
-from moe_core.testing.compile_cases import meta_layer_weights
+from moe_core.testing.meta_layers import meta_layer_weights
 from moe_core_meta_layers import H200, experts_cases, grouped_experts, keys_on_h200, layer_of, on_h200
 
 EP, E, TOP_K = 4, 16, 2

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,24 +102,21 @@ def launching(target: Target, start: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiling_for(target: Target, only: Collection[int] | None = None) -> Iterator[list[tuple[str, Any]]]:
+def compiling_for(target: Target) -> Iterator[list[tuple[str, Any]]]:
     """Compile the kernels launched within the block for ``target``, without running them.
 
     Args:
         target: Architecture to compile for.
-        only: Numbers of the launches to compile, counted from 0 in launch order; None compiles all.
 
     Yields:
-        A list that receives (kernel name, compiled kernel) for each compiled launch.
+        A list that receives (kernel name, compiled kernel) for each launch.
     """
     from triton.runtime.jit import JITFunction
 
-    launch, numbers = JITFunction.run, itertools.count()
+    launch = JITFunction.run
     compiled: list[tuple[str, Any]] = []
 
     def start(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if only is not None and next(numbers) not in only:
-            return None
         result = launch(kernel, *arguments, grid=(1,), warmup=True, **keywords)
         compiled.append((kernel.__name__, result))
         return result

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
-
 from moe_core.checkpoint import Checkpoint, read_layer
 from moe_core.cli.main import main
 from moe_core.errors import CheckpointError, TensorError
@@ -21,8 +19,10 @@ from moe_core.selection.registry import registry
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.weights import MoEWeights
 from moe_core.testing.checkpoints import CONFIG, write
-from moe_core.testing.ensure import ensure
 from moe_core.testing.harness import same_bits
+from torch import Tensor
+
+from moe_kit.ensure import ensure
 
 BLOCK = "model.layers.0.mlp"
 #: experts, hidden size, intermediate size (not a multiple of the group size 128) and top-k

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 #: modules imported once by the server that forks the ranks; importing torch takes seconds
-_PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer.layer", "moe_core.testing.ranks"]
+_PRELOAD = ["torch", "torch.distributed", "moe_core", "moe_core.layer.layer", "moe_kit.ranks"]
 #: seconds that a rank may take to exit after all ranks have returned their results
 _EXIT_SECONDS = 10
 

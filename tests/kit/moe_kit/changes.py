@@ -1,12 +1,9 @@
-"""Modifications of a checkpoint folder with one safetensors file.
-
-Each one is a function of the folder.
-"""
+"""Modifications of a checkpoint folder with one safetensors file, each a function of the folder, and broken files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +100,27 @@ def truncated(folder: Path) -> None:
         folder: The checkpoint folder.
     """
     (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-1])
+
+
+def write_index(folder: Path, weight_map: Mapping[str, Any]) -> None:
+    """Write the index of a folder's shards.
+
+    Args:
+        folder: The checkpoint folder.
+        weight_map: File name by tensor name.
+    """
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(weight_map)}))
+
+
+def raw_file(header: object, data: bytes = b"") -> bytes:
+    """Return the bytes of a safetensors file with any header.
+
+    Args:
+        header: Bytes, written unchanged, or an object that is written as JSON.
+        data: Bytes after the header.
+
+    Returns:
+        The content of the file.
+    """
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
-
 from moe_core.interface.experts import FusedMoEExperts
 from moe_core.layer.layer import FusedMoELayer
 from moe_core.reference.fused_moe import fused_moe_reference
@@ -24,9 +22,10 @@ from moe_core.spec.environment import Environment
 from moe_core.spec.quant_key import QuantKey
 from moe_core.testing.cases import Case
 from moe_core.testing.conformance import place_for
-from moe_core.testing.diagnosis import compare
 from moe_core.testing.harness import Place, Problem, call, make_kernel, make_problem, one_thread, same_bits
+from moe_core.testing.mistakes import compare
 from moe_core.testing.requantized import computed_with
+from torch import Tensor
 
 Keys = tuple[QuantKey | None, QuantKey | None]
 Test = TypeVar("Test", bound=Callable[..., None])
