@@ -34,6 +34,8 @@ from moe_core.kernels.experts.scaled_mm import ScaledMMExperts
 from moe_core.kernels.gemm.fragments.fragment_order import as_words, interleave, order_words
 from moe_core.kernels.gemm.fragments.scales import relative_e8m0, relative_scales
 from moe_core.kernels.gemm.heuristics import LayerProblem
+from moe_core.kernels.gemm.heuristics.cost import Speed
+from moe_core.kernels.gemm.heuristics.gemv import GemvRules
 from moe_core.kernels.gemm.heuristics.regimes import Change, Regime, Tile, within
 from moe_core.kernels.gemm.heuristics.rules import LaunchRules, add_rules
 from moe_core.kernels.gemm.plan import TileConfig, TilePlan
@@ -51,9 +53,11 @@ __all__ = [
     "ScaledMMExperts",
     # Launch heuristics.
     "Change",
+    "GemvRules",
     "LaunchRules",
     "LayerProblem",
     "Regime",
+    "Speed",
     "Tile",
     "TileConfig",
     "TilePlan",

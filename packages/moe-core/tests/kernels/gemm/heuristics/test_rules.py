@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
 import pytest
-from moe_core.api.experts import Change, LaunchRules, LayerProblem, Regime, Tile, TileConfig, add_rules, within
+from moe_core.api.experts import (
+    Change,
+    LaunchRules,
+    LayerProblem,
+    Regime,
+    Tile,
+    TileConfig,
+    TilePlan,
+    add_rules,
+    within,
+)
 from moe_core.errors import ConfigError
 from moe_core.kernels.gemm.heuristics import gemv_plan, launch_plan
 from moe_core.kernels.gemm.heuristics.rules import RULES, regimes_of
-from moe_core.kernels.tuning.limits import refusals
+from moe_core.kernels.gemm.heuristics.tuned import TunedRange
+from moe_core.kernels.tuning.limits import own_plans, refusals
+from moe_core.kernels.tuning.profile import TunedLayer, TuningProfile
 
 FEW, MANY = TileConfig(16, 128, 4, 3, swap_ab=True), TileConfig(64, 128, 8, 3, swap_ab=True)
 NEW = LayerProblem("mixed_input", "nvfp4", 128, 8, 2048, 768)
@@ -27,7 +40,7 @@ def added() -> Iterator[LaunchRules]:
     add_rules("mixed_input", "nvfp4", rules)
     yield rules
     del RULES["mixed_input", "nvfp4"]
-    for cached in (regimes_of, launch_plan, gemv_plan):
+    for cached in (regimes_of, launch_plan, gemv_plan, own_plans):
         cached.cache_clear()
 
 
@@ -51,6 +64,24 @@ def test_an_element_has_one_set_of_rules(added: LaunchRules) -> None:
         add_rules("mixed_input", "nvfp4", LaunchRules(table))
     with pytest.raises(ConfigError, match="int4"):
         add_rules("mixed_input", "int4", added)
+
+
+def test_profiles_may_hold_elements_of_packages_that_are_not_imported() -> None:
+    rules, plan = LaunchRules(table), TilePlan(replace(FEW, split_k=3), FEW)
+    layer = TunedLayer("nvfp4", "nvfp4", None, NEW, (TunedRange(1, 4, plan),))
+    text = TuningProfile("a GPU", "sm90", (layer,), versions={"triton": "3.6.0"}).to_json().encode()
+    read = TuningProfile.from_json(text, "a file")
+    assert read.layers == (layer,)
+    add_rules("mixed_input", "nvfp4", rules)
+    try:
+        # it is checked against the rules as soon as they are there
+        for call in (lambda: read.find("nvfp4", None, NEW), lambda: TuningProfile.from_json(text, "a file")):
+            with pytest.raises(ConfigError, match="split_k"):
+                call()
+    finally:
+        del RULES["mixed_input", "nvfp4"]
+        for cached in (regimes_of, launch_plan, own_plans):
+            cached.cache_clear()
 
 
 def test_an_unknown_element_is_named() -> None:
