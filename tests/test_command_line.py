@@ -226,7 +226,7 @@ LINES: list[tuple[str, int, str]] = [
     ("run fp8 --output nowhere/o.safetensors", 2, "does not exist"),
     ("run fp8 --output empty", 2, "is a folder"),
     ("run fp8 --output /dev/full", 2, "not a regular file"),
-    ("run fp8 --output fp8/config.json", 2, "file of the checkpoint itself"),
+    ("run fp8 --output fp8/config.json", 2, "in the checkpoint folder"),
     # what names nothing
     ("run fp8 --backend tritn", 2, "did you mean 'triton'?"),
     (

@@ -121,7 +121,9 @@ def mxfp4_round_up_hidden_size_and_intermediate_size(
         ConfigError: the backend is not installed, or a size is below 1.
     """
     if hidden_size < 1 or intermediate_size < 1:
-        raise ConfigError(f"sizes are positive, got hidden_size {hidden_size}, intermediate_size {intermediate_size}")
+        raise ConfigError(
+            f"hidden_size and intermediate_size must be positive, got {hidden_size} and {intermediate_size}"
+        )
     sizes = [
         experts.padded_sizes(hidden_size, intermediate_size)
         for experts in backend_to_kernel_cls(backend)

@@ -55,7 +55,7 @@ class Checkpoint:
     Attributes:
         path: The folder.
         config: Content of config.json.
-        quantization: Quantization settings merged from the folder's JSON files; empty if there are none.
+        quantization: Quantization config merged from the folder's JSON files; empty if there are none.
     """
 
     def __init__(

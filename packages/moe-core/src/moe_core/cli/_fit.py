@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: token counts that floors are stated for: single-token decoding, a batch of it, a prompt
 TOKENS = (1, 32, 4096)
-#: operands of the product, by the element type that activations are quantized to
+#: GEMM operands, keyed by the element type of quantized activations
 _OPERANDS = {"e4m3": "fp8", "e5m2": "fp8", "int8": "int8", "e2m1": "fp4"}
 
 

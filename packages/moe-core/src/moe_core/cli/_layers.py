@@ -66,7 +66,7 @@ def kinds_of_layers(args: argparse.Namespace, device: torch.device) -> list[Laye
     checkpoint = Checkpoint.open(args.path)
     found: dict[object, Layer] = {}
     with progress(f"reading the names of {len(checkpoint.moe_layers)} layers"):
-        # If there are none, reading the default layer raises an error that states what is there instead.
+        # Without MoE layers, reading the default layer raises an error that lists what the checkpoint contains.
         for index in checkpoint.moe_layers or (None,):
             layer = _of_checkpoint(args, checkpoint, device, index)
             found.setdefault(

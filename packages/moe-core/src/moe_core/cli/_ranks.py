@@ -101,7 +101,7 @@ class Ranks:
 
         Args:
             output: This rank's output, on the CPU.
-            shared_out: Whether each rank has the output of a share of the tokens.
+            shared_out: Whether each rank holds the output of a slice of the tokens.
         """
         import torch
         import torch.distributed as dist

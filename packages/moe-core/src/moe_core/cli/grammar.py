@@ -46,7 +46,7 @@ FORMATS = ("standard", "batched")
 #: default shape of a timed layer (Qwen3-30B-A3B)
 TIMED_SHAPE = "128,8,2048,768"
 
-#: commands of this package by name
+#: commands of this package, keyed by name
 COMMANDS: dict[str, Command] = {}
 
 

@@ -233,7 +233,7 @@ class FusedMoEKernel:
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
         self._replay = self._new_replay()
-        #: Layouts of the workspace by number of tokens.
+        #: Workspace layouts, keyed by the number of tokens.
         self._layouts: dict[int, WorkspaceLayout] = {}
 
     def warm_up(self, max_tokens: int, *, progress: Progress | None = None) -> int:
@@ -534,7 +534,7 @@ class FusedMoEKernel:
                 self._run_reserved(reserved, partial, hidden_states, routing)
                 movement.sum_ranks(output, partial)
                 return
-        # Recordings are not keyed by the number of tokens that the caller selected these from.
+        # Recordings are not keyed by the total token count from which the caller selected these tokens.
         chosen = counts is not None and sum(counts) != len(hidden_states)
         if recordable and not movement.collective and not chosen:
             given = partial, hidden_states, routing.topk_weights, routing.topk_ids, routing.expert_map

@@ -54,7 +54,7 @@ class FusedMoEActivationFormat(str, Enum):
             ) from None
 
 
-#: Dtypes of hidden states, by the names that users pass.
+#: Dtypes of hidden states, keyed by the names that users pass.
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,

@@ -310,7 +310,7 @@ kInt4W4A8StaticGroup128Sym = QuantKey(INT4, _scale(_BF16, True, 1, 128))
 kInt4W4A8StaticGroup64Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 64)
 kInt4W4A8StaticGroup32Sym = kInt4W4A8StaticGroup128Sym.with_group(1, 32)
 
-#: Keys by name, and the first name of each key.
+#: Quantization keys, keyed by name, and the first name of each key.
 _KEYS: dict[str, QuantKey] = {}
 NAMES: dict[QuantKey, str] = {}
 

@@ -38,8 +38,8 @@ from moe_core.testing.data import ROUTINGS
 BUDGETS = ("small", "full")
 #: factors with few values that mistakes often combine
 PAIRED_IN_SMALL = ("routing", "format", "map", "bias", "ids", "strided", "on_input", "lora")
-#: combinations that must occur in one case of experts that see ids and router weights, so that mistakes with them
-#: affect a result
+#: parameter combinations that one case must contain if the experts read ids and router weights, so that a bug there
+#: changes a result
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "ids": torch.int64},
     {"format": FusedMoEActivationFormat.STANDARD, "routing": "invalid", "map": True},

@@ -30,7 +30,7 @@ from moe_core import (
 )
 
 _SCALES = (torch.float32, torch.uint8)
-#: blocks by their width, which equals the activation group size
+#: blocks, keyed by width, which equals the activation group size
 _WIDE = KeyPattern(kFp8Static128BlockSym, (GroupShape(128, 128), GroupShape(64, 128)), _SCALES)
 _NARROW = KeyPattern(kFp8Static128BlockSym, (GroupShape(64, 64), GroupShape(128, 64)), _SCALES)
 _ACTIVATIONS = (kFp8StaticTensorSym, kFp8DynamicTensorSym, kFp8DynamicTokenSym, None)

@@ -58,7 +58,7 @@ _METHODS = {
     "w4afp8": _W4AFP8,
 }
 
-#: Formats by the suffixes of an expert's tensors; all suffixes of a row must be present.
+#: Formats, keyed by the suffixes of an expert's tensors; all suffixes of a row must be present.
 _SUFFIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("weight_packed", "weight_global_scale"), NVFP4),
     (("trellis",), _EXL3),

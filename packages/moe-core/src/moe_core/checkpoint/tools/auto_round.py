@@ -18,7 +18,7 @@ from moe_core.spec.quant_key import QuantKey, kMxfp4Dynamic, kMxfp4DynamicDown, 
 
 #: Number of columns that share a scale in MX types.
 _GROUP = 32
-#: Activation keys by number of bits and AutoRound's name of the data type.
+#: Activation keys, keyed by number of bits and AutoRound's data type.
 MX_ACTIVATIONS: Mapping[tuple[int, str], QuantKey] = {
     **{(4, name): kMxfp4DynamicDown for name in ("mx_fp", "mx_fp4", "mx_fp4e2m1")},
     **{(4, name): kMxfp4Dynamic for name in ("mx_fp_rceil", "mx_fp4_rceil", "mx_fp4e2m1_rceil")},

@@ -4,7 +4,7 @@
         block_fp8_fused_moe(...)            # on meta tensors: nothing runs
     print([one.name for one in launches])   # sort_kernel, grouped_gemm_kernel, …
 
-`observe` reports launches as they are made.
+`observe` reports each launch.
 """
 
 from __future__ import annotations

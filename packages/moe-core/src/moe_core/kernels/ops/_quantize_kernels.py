@@ -125,7 +125,7 @@ def divide_by(x, scale, inverse):
         quotient = x * inverse
         remainder = tl.fma(-quotient, scale, x)
         corrected = tl.fma(remainder, tl.broadcast_to(inverse, x.shape), quotient)
-        # an exact quotient keeps the sign of its zero; the remainder of an overflow is meaningless
+        # no correction where the quotient is exact (it would lose the sign of zero) or has overflowed
         finite = magnitude_bits(quotient) < INFINITY_BITS
         return tl.where(finite & (remainder != 0.0), corrected, quotient)
 

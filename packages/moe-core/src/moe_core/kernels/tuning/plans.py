@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from moe_core.errors import ConfigError
 from moe_core.kernels.gemm.plan import GemvPlan, TilePlan
 
-#: plan classes by the name of their kind in a file
+#: plan classes, keyed by the name of their kind in a file
 KINDS: dict[str, type[Any]] = {"tiles": TilePlan, "gemv": GemvPlan}
 T = TypeVar("T")
 

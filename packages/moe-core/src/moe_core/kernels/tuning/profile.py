@@ -200,7 +200,7 @@ class TuningProfile:
         if not isinstance(gpu, str) or not isinstance(arch, str) or not isinstance(kernels, int):
             raise ConfigError(f"{where}: gpu, arch and kernels are a name, an architecture and a number, one is not")
         if not isinstance(versions, dict) or not all(v is None or isinstance(v, str) for v in versions.values()):
-            raise ConfigError(f"{where}: versions is {str(versions)[:80]!r}, expected an object of texts")
+            raise ConfigError(f"{where}: versions is {str(versions)[:80]!r}, expected an object of strings")
         layers = data.get("layers")
         if not isinstance(layers, list):
             raise ConfigError(f"{where}: layers is {str(layers)[:80]!r}, expected a list")

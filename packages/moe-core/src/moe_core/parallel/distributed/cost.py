@@ -583,8 +583,8 @@ def _deepep(traffic: Traffic) -> Steps:
     return (there,), (back, *traffic.summing())
 
 
-#: Steps by the ``name`` of a prepare/finalize class. The exchange of token counts before an all-gather is omitted: a
-#: caller that knows the counts passes them, and under CUDA graphs they are known.
+#: Steps, keyed by the ``name`` of a prepare/finalize class. The exchange of token counts before an all-gather is
+#: omitted: a caller that knows the counts passes them, and under CUDA graphs they are known.
 STEPS: Mapping[str, Callable[[Traffic], Steps]] = MappingProxyType(
     {
         "none": lambda traffic: ((), ()),

@@ -106,7 +106,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__(config, groups, placement=placement)
-        #: Sizes of calls by the largest number of tokens that a rank brings.
+        #: Buffer sizes of a call, keyed by the largest number of tokens per rank.
         self._forms: dict[int, _Form] = {}
 
     def dispatch(
@@ -194,7 +194,7 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> None:
-        # The end of a reserved call scatters its results.
+        # A call with reserved buffers reduce-scatters its results when it ends, not here.
         if routing.reserved is None:
             super().finalize(output, expert_output, prepared, routing, reduce)
 

@@ -104,7 +104,7 @@ class PushedPrepareAndFinalize(CollectivePrepareAndFinalize):
         placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__(config, groups, placement=placement)
-        #: Sizes of calls by the largest number of tokens that a rank brings.
+        #: Buffer sizes of a call, keyed by the largest number of tokens per rank.
         self._forms: dict[int, Form] = {}
 
     @property

@@ -40,8 +40,8 @@ from moe_core.kernels.gemm.tiles.swap_ab import add_swap_ab_dot, swap_ab_dot
 
 #: Columns of a step.
 STEP = tl.constexpr(128)
-# Set by `specialize`: whether two groups' scales are adjacent, bits of a code, groups of a step (see `LOAD_WORDS`),
-# whether the scales of `multiply_group` are copied ahead of time, and an element type.
+# Constants that `specialize` sets: whether scales of two groups are adjacent, bits per code, scale groups per step
+# (see `LOAD_WORDS`), whether `multiply_group` prefetches its scales, and the element type.
 PAIRED = tl.constexpr(False)
 BITS = tl.constexpr(4)
 GROUPS = tl.constexpr(0)

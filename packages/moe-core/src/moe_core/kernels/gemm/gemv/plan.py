@@ -102,7 +102,7 @@ class GemvLayer(ABC):
     def operand(
         self, name: Literal["x", "h"], values: Tensor, routing: Routing, workspace: Mapping[str, Tensor], pdl: bool
     ) -> Tensor:
-        """Return activations as they are multiplied; unchanged by default.
+        """Return the activations in the form that the GEMV multiplies; unchanged by default.
 
         Args:
             name: "x" or "h".

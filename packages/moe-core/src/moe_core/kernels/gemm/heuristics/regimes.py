@@ -60,7 +60,7 @@ class Tile:
     """Launch configuration of one GEMM in one regime.
 
     Attributes:
-        config: The configuration, before the split.
+        config: Tile configuration before split-K.
         split: Rule for the number of programs that share a mainloop.
         changes: Exceptions, in order; a later one overrides an earlier one.
         short: Mean rows per expert, from and up to which the warp-specialized kernel takes short tiles.
@@ -72,7 +72,7 @@ class Tile:
     short: tuple[float, float] = NEVER
 
     def at(self, loops: Loops, rows: float, programs1: int | None = None) -> TileConfig:
-        """Return the configuration of a call.
+        """Return the tile configuration of this GEMM for one call.
 
         Args:
             loops: The GEMM's mainloops.

@@ -206,7 +206,7 @@ def _short_tiles(problem: LayerProblem) -> tuple[tuple[float, float], tuple[floa
     hidden, inner, by_memory = problem.hidden_size, problem.intermediate_size, 1.05 * problem.balance
     if problem.group_size == -1:
         return NEVER, NEVER
-    # With two column blocks (256 columns) all work consists of such pairs. Measured from 768 columns on.
+    # With only two column blocks (N = 256), all work consists of pairs of column blocks. Measured from N = 768 on.
     gemm1 = NEVER
     if hidden <= 8192 and inner >= (512 if hidden <= 4096 else 1024):
         gemm1 = (by_memory if hidden <= 4096 else max(by_memory, 144), inf)

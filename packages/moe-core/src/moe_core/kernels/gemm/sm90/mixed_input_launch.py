@@ -15,7 +15,7 @@ from moe_core.kernels.gemm.tiles.launch import Gemm, constant, lines_of_experts
 WORDS_BOX = 256
 #: Shared memory for operands, in bytes. The remainder is for their scales and the epilogue's layout conversion.
 RING = 196608
-#: Tile heights by the height of the schedule's tiles; a tile uses the smallest that holds its rows.
+#: Tile heights, keyed by the height of the schedule's tiles; a tile uses the smallest that holds its rows.
 HEIGHTS = {128: (128, 96, 64), 64: (64, 48, 32)}
 #: Heights of the schedule's tiles.
 ROWS = tuple(HEIGHTS)

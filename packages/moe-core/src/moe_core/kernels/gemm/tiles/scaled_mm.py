@@ -145,7 +145,7 @@ def _load_parts(state, k, BLOCK_K: tl.constexpr):
     return tiles, 0.0
 
 
-#: load_a by the number of tiles that a step is split into.
+#: load_a device functions, keyed by the number of tiles per step.
 LOAD_PARTS = {parts: specialize(_load_parts, PARTS=parts) for parts in (1, 2, 4)}
 
 
