@@ -16,48 +16,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_core.interface.experts import FusedMoEExperts
-from moe_core.interface.prepare_finalize import FusedMoEPrepareAndFinalizeModular, TokenRouting
+from moe_core.interface.prepare_finalize import TokenRouting
 from moe_core.interface.recordable import RecordableExperts
 from moe_core.kernels.launch.launch import Launch, record
 from moe_core.kernels.ops.routing import fused_route
 from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.routing import RoutingConfig
-from moe_core.spec.weights import KernelWeights
 from moe_core.spec.workspace import Workspace
+
+if TYPE_CHECKING:
+    from moe_core.runtime.kernel import FusedMoEKernel
 
 #: Maps a number of tokens to the specializations that the launches of its call compile.
 Kinds = Callable[[int], frozenset[Hashable]]
-
-
-class Kernel(Protocol):
-    """The part of `moe_core.runtime.kernel.FusedMoEKernel` used here.
-
-    A protocol, because the kernel uses this module for its own warm-up and is a layer above it.
-    """
-
-    @property
-    def config(self) -> FusedMoEConfig: ...
-
-    @property
-    def experts(self) -> FusedMoEExperts: ...
-
-    @property
-    def weights(self) -> KernelWeights: ...
-
-    @property
-    def lora(self) -> object | None: ...
-
-    @property
-    def prepare_finalize(self) -> FusedMoEPrepareAndFinalizeModular | None: ...
-
-    @property
-    def run_parts(self) -> Callable[..., None]: ...
 
 
 class Layer(Protocol):
@@ -76,7 +52,7 @@ class Layer(Protocol):
     def expert_map(self) -> Tensor | None: ...
 
 
-def launches_up_to(kernel: Kernel, most: int, *, mapped: bool = False) -> list[Launch]:
+def launches_up_to(kernel: FusedMoEKernel, most: int, *, mapped: bool = False) -> list[Launch]:
     """Record the launches of calls with 1 to ``most`` tokens, at least one per compiled kernel.
 
     Covers 32- and 64-bit expert ids and, if the layer has LoRA slots, calls with and without adapters.
@@ -187,7 +163,7 @@ def _bisected(members: Sequence[int], kinds: Kinds) -> Iterator[int]:
         yield from _bisected(members[middle:], kinds)
 
 
-def call_launches(kernel: Kernel, tokens: int, *, mapped: bool = False) -> Iterator[Launch]:
+def call_launches(kernel: FusedMoEKernel, tokens: int, *, mapped: bool = False) -> Iterator[Launch]:
     """Record the launches of the calls with one number of tokens; nothing runs.
 
     Args:

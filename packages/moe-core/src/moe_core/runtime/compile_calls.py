@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,26 +14,16 @@ from moe_core.kernels.launch.current_device import current
 from moe_core.kernels.launch.launch import Launch
 from moe_core.kernels.ops._backend import interpreting
 from moe_core.parallel.shard import map_of
-from moe_core.runtime.call_launches import Kernel, Layer, launches_up_to, routing_launches
+from moe_core.runtime.call_launches import Layer, launches_up_to, routing_launches
 from moe_core.spec.config import whole_number
 
-
-class CalledKernel(Kernel, Protocol):
-    """A kernel that can also be called."""
-
-    @property
-    def is_monolithic(self) -> bool: ...
-
-    @property
-    def apply(self) -> Callable[..., Tensor]: ...
-
-    @property
-    def apply_monolithic(self) -> Callable[..., Tensor]: ...
+if TYPE_CHECKING:
+    from moe_core.runtime.kernel import FusedMoEKernel
 
 
 @torch.no_grad()
 def compile_calls(
-    layers: Iterable[tuple[CalledKernel, Layer | None]], max_tokens: int, *, progress: Progress | None = None
+    layers: Iterable[tuple[FusedMoEKernel, Layer | None]], max_tokens: int, *, progress: Progress | None = None
 ) -> int:
     """Compile the kernels of layers; implements :func:`moe_core.warm_up`.
 
@@ -81,12 +71,12 @@ def compile_calls(
     return ready
 
 
-def _compiles(kernel: CalledKernel) -> bool:
+def _compiles(kernel: FusedMoEKernel) -> bool:
     """Whether calls compile anything: requires a GPU, and Triton's interpreter to be off."""
     return kernel.weights.device.type == "cuda" and not interpreting()
 
 
-def _call(kernel: CalledKernel, expert_map: Tensor | None, count: int) -> None:
+def _call(kernel: FusedMoEKernel, expert_map: Tensor | None, count: int) -> None:
     """Call a kernel with ``count`` random tokens that reach all experts.
 
     If the kernel has LoRA slots, call it once more with adapters.

@@ -39,7 +39,6 @@ from moe_core.interface.experts import (
 from moe_core.interface.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     Prepared,
-    ReservedCall,
     TokenRouting,
     TopKWeightAndReduce,
 )
@@ -116,6 +115,11 @@ class FusedMoEKernel:
             )
         self.experts = experts
         self.prepare_finalize = prepare_finalize
+        # Quantize before dispatch if the experts accept it: fewer bytes cross ranks.
+        across = prepare_finalize is not None and prepare_finalize.collective and prepare_finalize.claims.quantizes
+        before = across and experts.takes_quantized
+        #: Quantization of hidden states by prepare; None: not at all.
+        self._quantize_as = experts.activation_key if before or not experts.claims.expects_unquantized_inputs else None
         self.weights = weights
         self._captured_workspaces: tuple[Workspace, ...] = ()
         self.workspace = workspace
@@ -228,8 +232,6 @@ class FusedMoEKernel:
 
     def _register(self) -> None:
         self._checks = checks_values()
-        #: Experts, prepare/finalize, and how these quantize.
-        self._quantizes: tuple[object, object, QuantKey | None] | None = None
         self._handle = next(_HANDLES)
         _KERNELS[self._handle] = self
         self._replay = self._new_replay()
@@ -382,21 +384,10 @@ class FusedMoEKernel:
 
     def quantization(self) -> tuple[QuantKey | None, Tensor | None]:
         """Return how prepare quantizes hidden states: the key, and the static scale ``[1]``; None: not at all."""
-        key = self._quantize_as()
+        key = self._quantize_as
         scale = None if key is None else self._weights.quant_config.a1_scale
         # Before dispatch only one scale is possible: the largest covers every value.
         return key, None if scale is None else scale.amax().reshape(1)
-
-    def _quantize_as(self) -> QuantKey | None:
-        experts, movement = self.experts, self.prepare_finalize
-        found = self._quantizes
-        if found is None or found[0] is not experts or found[1] is not movement:
-            # Quantize before dispatch if the experts accept it: fewer bytes cross ranks.
-            across = movement is not None and movement.collective and movement.claims.quantizes
-            before = across and experts.takes_quantized
-            key = experts.activation_key if before or not experts.claims.expects_unquantized_inputs else None
-            found = self._quantizes = experts, movement, key
-        return found[2]
 
     def _checked_call(
         self,
@@ -506,10 +497,6 @@ class FusedMoEKernel:
             return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         return hidden_states.new_empty(self._output_rows(hidden_states), hidden_states.shape[1])
 
-    def _scratch(self) -> Workspace:
-        """The layer's workspace, or a separate one for this call."""
-        return self.workspace if self.workspace is not None else Workspace(self._weights.device)
-
     def _layout(self, num_tokens: int) -> WorkspaceLayout:
         """The layout of the experts' scratch tensors, which depends on the layer and the number of tokens only."""
         found = self._layouts.get(num_tokens)
@@ -527,37 +514,28 @@ class FusedMoEKernel:
             movement.sum_ranks(output, output)
             return
         partial, counts = output if movement.sums_in_place else torch.empty_like(hidden_states), routing.tokens_per_rank
-        recordable = self._recordable and output.is_cuda and routing.adapter_ids is None
-        if recordable and movement.collective and self.experts.claims.reduces:
-            reserved = movement.reserve(partial, hidden_states, routing, self._quantize_as())
-            if reserved is not None:
-                self._run_reserved(reserved, partial, hidden_states, routing)
-                movement.sum_ranks(output, partial)
-                return
         # Recordings are not keyed by the total token count from which the caller selected these tokens.
-        chosen = counts is not None and sum(counts) != len(hidden_states)
-        if recordable and not movement.collective and not chosen:
-            given = partial, hidden_states, routing.topk_weights, routing.topk_ids, routing.expert_map
+        chosen = not movement.collective and counts is not None and sum(counts) != len(hidden_states)
+        recorded, reserved = self._recordable and output.is_cuda and routing.adapter_ids is None and not chosen, None
+        if recorded and movement.collective:
+            if experts.claims.reduces:
+                reserved = movement.reserve(partial, hidden_states, routing, self._quantize_as)
+            recorded = reserved is not None
+        if recorded:
 
             def call(workspace: Workspace) -> None:
-                self.run_parts(workspace, partial, hidden_states, routing)
+                self.run_parts(workspace, partial, hidden_states, replace(routing, reserved=reserved))
 
-            self._replay.run(call, given, self._workspace)
+            if reserved is None:
+                given = partial, hidden_states, routing.topk_weights, routing.topk_ids, routing.expert_map
+                self._replay.run(call, given, self._workspace)
+            else:
+                self._replay.run(call, reserved.tensors, self._workspace, *reserved.kind, step=reserved.step)
+                reserved.end()
         else:
             self.run_parts(self._workspace, partial, hidden_states, routing)
         if movement.groups is not None:
             movement.sum_ranks(output, partial)
-
-    def _run_reserved(
-        self, reserved: ReservedCall, output: Tensor, hidden_states: Tensor, routing: TokenRouting
-    ) -> None:
-        """Run a call between ranks that is recorded as a whole."""
-
-        def call(workspace: Workspace) -> None:
-            self.run_parts(workspace, output, hidden_states, replace(routing, reserved=reserved))
-
-        self._replay.run(call, reserved.tensors, self._workspace, *reserved.kind, step=reserved.step)
-        reserved.end()
 
     def run_parts(
         self, workspace: Workspace | None, output: Tensor, hidden_states: Tensor, routing: TokenRouting
@@ -683,7 +661,7 @@ class FusedMoEKernel:
         movement = self.prepare_finalize
         partial = output if movement is None or movement.sums_in_place else torch.empty_like(hidden_states)
         if len(hidden_states):
-            scratch = self._scratch()
+            scratch = Workspace(self._weights.device) if self._workspace is None else self._workspace
             with autocast_off(output.device.type), current(output.device), scratch.lock:
                 self.experts.apply(
                     partial,
@@ -725,7 +703,7 @@ MOST_LAYOUTS = 128
 #: Key in the state of a pickled kernel.
 _VERSIONS = "versions"
 #: Attributes that copies do not inherit.
-_OF_THIS_ONE = frozenset({"_handle", "_replay", "_quantizes", "_layouts", "_captured_workspaces"})
+_OF_THIS_ONE = frozenset({"_handle", "_replay", "_layouts", "_captured_workspaces"})
 
 
 def versions_of(experts: FusedMoEExperts) -> dict[str, str | None]:
