@@ -1,7 +1,7 @@
 """How much host code one eager call passes through before its launches are recorded for replay.
 
 The bars are for readers and for host time alike: sizes and plans that depend on the layer and the number of tokens are
-found once, and a call is a dozen steps.
+found once, and a call is a dozen steps. Tensors are on the meta device, and plans are those of an H200.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 import torch
 from moe_core import FusedMoEConfig, FusedMoELayer
 from moe_core.kernels.launch.launch import record
-from moe_core_replayed_layers import called
+from moe_core.spec.workspace import Workspace
+from moe_core_meta_layers import on_h200
 from moe_fp8.experts.triton import TritonFp8BlockExperts
 
 #: functions of this project that a call may call
@@ -27,11 +28,14 @@ CONFIG = FusedMoEConfig(num_experts=8, top_k=2, hidden_size=256, intermediate_si
 
 
 @pytest.fixture
-def frames(device: torch.device) -> list[tuple[str, str, bool]]:
+def frames() -> list[tuple[str, str, bool]]:
     """Module, qualified name, and whether the hidden states came from another module, of each function called."""
-    kernel, inputs = called(device, TritonFp8BlockExperts, 16, CONFIG)
-    kernel._recordable = False
+    kernel = on_h200(TritonFp8BlockExperts, CONFIG)
+    kernel.workspace = Workspace("meta")
     layer = FusedMoELayer(kernel, cast(Any, None))
+    x = torch.empty(16, CONFIG.hidden_size, dtype=CONFIG.dtype, device="meta")
+    weights = torch.empty(16, CONFIG.top_k, device="meta")
+    ids = torch.empty(16, CONFIG.top_k, dtype=torch.int32, device="meta")
     found: list[tuple[str, str, bool]] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -40,7 +44,7 @@ def frames(device: torch.device) -> list[tuple[str, str, bool]]:
         written = module.startswith("moe_") and not code.co_filename.startswith("<")
         if event == "call" and written and not code.co_qualname.startswith("Launch.of"):
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            passed = any(frame.f_locals.get(name) is inputs.x for name in names)
+            passed = any(frame.f_locals.get(name) is x for name in names)
             crossed = caller is None or caller.f_globals.get("__name__") != module
             found.append((module, code.co_qualname, passed and crossed))
 
@@ -48,7 +52,7 @@ def frames(device: torch.device) -> list[tuple[str, str, bool]]:
         with record(), torch.no_grad():
             sys.setprofile(note if number else None)
             try:
-                layer(inputs.x, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids)
+                layer(x, topk_weights=weights, topk_ids=ids)
             finally:
                 sys.setprofile(None)
     return found

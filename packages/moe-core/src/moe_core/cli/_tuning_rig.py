@@ -59,10 +59,9 @@ class LayerOnGpu:
         self._pool.close()
 
     def default(self, tokens: int) -> Plan:
-        gemv, vectors = self.experts.layers(self.weights)[1], self.experts.gemv_plan(tokens)
-        if vectors is not None and gemv is not None and gemv.reads(self._inputs(tokens)[0][0]):
-            return vectors
-        return self.experts.plan(tokens)
+        plan = self.experts.launch_plan(self.weights, tokens)
+        gemv = plan.gemv
+        return plan.tiles if gemv is None or not gemv[0].reads(self._inputs(tokens)[0][0]) else gemv[1]
 
     def prepare(self, trials: Sequence[tuple[int, Plan]]) -> list[bool]:
         compiles = self._pool.compile(trials)

@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from moe_core.errors import TensorError
@@ -294,31 +293,3 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
             expert_map: [E] int32, local index of each global expert, -1 if it is on another rank.
             hidden_states_scale: Scale of quantized hidden states.
         """
-
-
-def output_shape(experts: FusedMoEExpertsModular, num_tokens: int) -> tuple[int, ...]:
-    """Compute the output shape of modular experts in the standard format.
-
-    Args:
-        experts: The experts.
-        num_tokens: Number of tokens M.
-
-    Returns:
-        [M, K] if the experts reduce over top-k, else [M, k, K].
-    """
-    config = experts.config
-    if experts.claims.reduces:
-        return (num_tokens, config.hidden_size)
-    return (num_tokens, config.top_k, config.hidden_size)
-
-
-def scratch_dtype(config: FusedMoEConfig) -> torch.dtype:
-    """Dtype of intermediate values that are rounded once more before the output.
-
-    Args:
-        config: Configuration of the layer.
-
-    Returns:
-        The dtype.
-    """
-    return torch.float32 if config.dtype is torch.float32 else config.dtype

@@ -34,7 +34,6 @@ from moe_core.interface.experts import (
     FusedMoEExperts,
     FusedMoEExpertsModular,
     FusedMoEExpertsMonolithic,
-    output_shape,
 )
 from moe_core.interface.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
@@ -587,10 +586,12 @@ class FusedMoEKernel:
         x, routing, applied = prepared.hidden_states, prepared.routing, dict[str, Any]()
         if lora is not None and routing.adapter_ids is not None:
             applied["lora"] = LoRA(lora, routing.adapter_ids)
-        tokens, hidden = x.shape[-2], experts.config.hidden_size
-        shape = output_shape(experts, tokens) if x.dim() == 2 else (*x.shape[:2], hidden)
+        tokens, config, reduces = x.shape[-2], experts.config, experts.claims.reduces
+        # A row per token, per pair, or per row of the batched format.
+        rows = (x.shape[0], config.top_k) if x.dim() == 2 and not reduces else x.shape[:-1]
+        shape = (*rows, config.hidden_size)
         # Experts that reduce can write the output directly if their tokens are the caller's.
-        direct = experts.claims.reduces and not movement.collective and shape == output.shape
+        direct = reduces and not movement.collective and shape == output.shape
         if result is None:
             result = output if direct else torch.empty(shape, dtype=output.dtype, device=output.device)
         expert_output = result

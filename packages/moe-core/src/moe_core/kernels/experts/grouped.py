@@ -47,20 +47,22 @@ MOST_PLANS = 128
 
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """Launch configurations of calls with one number of tokens.
+    """How calls with one number of tokens are computed.
 
     Attributes:
-        tiles: Configurations of the fused layer.
-        vectors: Configurations of the layer for small M; None if it does not compute this number of tokens.
+        layer: The fused layer.
+        tiles: Its launch configurations.
+        gemv: The layer for small M and its launch configurations; None if it does not compute this number of tokens.
     """
 
+    layer: FusedLayer
     tiles: TilePlan
-    vectors: GemvPlan | None
+    gemv: tuple[GemvLayer, GemvPlan] | None
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPlans:
-    """What all calls of a layer share, found once.
+    """Launch plans of one layer.
 
     Attributes:
         places: Weight tensors of which the layers hold views.
@@ -291,41 +293,34 @@ class GroupedExperts(RecordableExperts):
         hidden, size = self.config.hidden_size, self.config.intermediate_size
         return (size, hidden) if name == "w13" else (hidden, size)
 
-    def layers(self, weights: KernelWeights) -> tuple[FusedLayer, GemvLayer | None]:
-        """Return what all calls with ``weights`` share: the fused layer, and the layer for small M.
+    def launch_plan(self, weights: KernelWeights, num_tokens: int, on_gpu: bool = True) -> LaunchPlan:
+        """Return how a number of tokens is computed; found once per layer.
+
+        What it holds is created again if the weights have moved, or if other measured configurations apply.
 
         Args:
             weights: Weights of the layer.
+            num_tokens: Number of tokens, or rows T_max of each expert's buffer in the batched format.
+            on_gpu: False omits features that Triton's interpreter does not support.
 
         Returns:
-            ``(layer, gemv_layer)``; the second is None if there is none.
-        """
-        plans = self._plans(weights)
-        return plans.layer, plans.gemv
-
-    def _plans(self, weights: KernelWeights) -> LayerPlans:
-        """Return the plans of calls with ``weights``, which hold views of them.
-
-        They are created by the first call, and again if the weights have moved or other measured plans apply.
+            The plan.
         """
         known = self.__dict__.setdefault("_known_plans", WeakKeyDictionary())
-        found: LayerPlans | None = known.get(weights)
-        if found is None or not found.places.unmoved() or found.tuned is not self.tuned:
+        plans: LayerPlans | None = known.get(weights)
+        if plans is None or not plans.places.unmoved() or plans.tuned is not self.tuned:
             from moe_core.kernels.gemm.fused.layer import FusedLayer
             from moe_core.kernels.gemm.tiles.launch import Activation
 
             w13, w2 = (self.gemm_weight(name, weights) for name in ("w13", "w2"))
             layer = FusedLayer(w13, w2, self.activation_scheme(weights), Activation.of(self.config))
             places = TensorPlaces(tensor for _, tensor in weights.tensors())
-            found = known[weights] = LayerPlans(places, self.tuned, layer, self.gemv_layer(weights))
-        return found
-
-    def _launch_plan(self, plans: LayerPlans, num_tokens: int, on_gpu: bool) -> LaunchPlan:
-        """Return the launch configurations for a number of tokens, which are determined once per layer."""
+            plans = known[weights] = LayerPlans(places, self.tuned, layer, self.gemv_layer(weights))
         found = plans.by_tokens.get((num_tokens, on_gpu))
         if found is None:
             vectors = None if self.batched or plans.gemv is None else self.gemv_plan(num_tokens, on_gpu)
-            found = LaunchPlan(self.plan(num_tokens, on_gpu), vectors)
+            gemv = None if plans.gemv is None or vectors is None else (plans.gemv, vectors)
+            found = LaunchPlan(plans.layer, self.plan(num_tokens, on_gpu), gemv)
             if len(plans.by_tokens) >= MOST_PLANS:
                 plans.by_tokens.clear()
             plans.by_tokens[num_tokens, on_gpu] = found
@@ -364,15 +359,14 @@ class GroupedExperts(RecordableExperts):
         from moe_core.kernels.ops.batch import Batch
 
         x_scale, on_gpu = hidden_states_scale, hidden_states.device.type != "cpu"
-        plans = self._plans(weights)
-        plan = self._launch_plan(plans, self._tokens_alike(hidden_states, expert_tokens), on_gpu)
+        plan = self.launch_plan(weights, self._tokens_alike(hidden_states, expert_tokens), on_gpu)
         if self.batched:
             batch = Batch(ExpertTokensMetadata.rows_in_use(expert_tokens), hidden_states.shape[1])
-            plans.layer(hidden_states, output, batch, plan.tiles, workspace, lora=lora, x_scale=x_scale)
+            plan.layer(hidden_states, output, batch, plan.tiles, workspace, lora=lora, x_scale=x_scale)
             return
-        config, gemv = self.config, plans.gemv
+        config, gemv = self.config, plan.gemv
         routing = Routing(topk_ids, topk_weights, config.local_experts, expert_map, config.apply_router_weight_on_input)
-        if gemv is not None and plan.vectors is not None and x_scale is None and gemv.reads(hidden_states):
-            gemv(hidden_states, output, routing, plan.vectors, workspace)
+        if gemv is not None and x_scale is None and gemv[0].reads(hidden_states):
+            gemv[0](hidden_states, output, routing, gemv[1], workspace)
         else:
-            plans.layer(hidden_states, output, routing, plan.tiles, workspace, lora=lora, x_scale=x_scale)
+            plan.layer(hidden_states, output, routing, plan.tiles, workspace, lora=lora, x_scale=x_scale)

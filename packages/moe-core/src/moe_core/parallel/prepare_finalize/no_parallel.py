@@ -60,4 +60,6 @@ class PrepareAndFinalizeNoParallel(FusedMoEPrepareAndFinalizeModular):
         routing: TokenRouting,
         reduce: TopKWeightAndReduce,
     ) -> None:
-        reduce.apply(output, expert_output, routing, self.config)
+        # Experts that reduce write the output itself.
+        if expert_output is not output:
+            reduce.apply(output, expert_output, routing, self.config)
