@@ -23,6 +23,7 @@ COVERED = {
         "moe_core.checkpoint.config.routing_keys moe_core.checkpoint.config.unread moe_core.checkpoint.router"
     ),
     f"{CORE}/interface/test_checkpoint_format.py": "moe_core.checkpoint.experts.checks",
+    f"{CORE}/checkpoint/experts/test_layer_experts.py": "moe_core.checkpoint.experts.find_layer",
     f"{CORE}/checkpoint/test_tools.py": (
         "moe_core.checkpoint.experts.quantized moe_core.checkpoint.experts.suffixes moe_core.checkpoint.tools.namings"
     ),

@@ -12,7 +12,7 @@ everything else to the model's own library. Before any large read it queries wha
 from __future__ import annotations
 
 from moe_core.checkpoint.config.keys import names_experts
-from moe_core.checkpoint.experts.layer_experts import find_layer
+from moe_core.checkpoint.experts.find_layer import find_layer
 from moe_core.checkpoint.experts.matrices import unquantized_reason
 from moe_core.checkpoint.experts.unquantized import unquantized_tensor
 from moe_core.checkpoint.files.tensor_names import parse_name, predicts_ahead

@@ -8,7 +8,8 @@ index)`` finds the layer's tensors, config and format. ``LayerSource.weights()``
 
 from moe_core.checkpoint.detect import detect_format
 from moe_core.checkpoint.experts.checks import check_expert_tensor
-from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
+from moe_core.checkpoint.experts.find_layer import find_layer
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.experts.stacks import BadValuesError, load_stacked
 from moe_core.checkpoint.files.safetensors_file import TensorInfo
 from moe_core.checkpoint.model import PER_CALL, LayerModel, ModelSettings, read_model

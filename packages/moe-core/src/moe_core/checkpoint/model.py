@@ -13,7 +13,8 @@ from moe_core.checkpoint.config.families import FAMILIES, Family, family_of, gue
 from moe_core.checkpoint.config.keys import ConfigKeys
 from moe_core.checkpoint.config.routing_keys import BY_HAND, read_routing
 from moe_core.checkpoint.config.unread import unread_entries
-from moe_core.checkpoint.experts.layer_experts import LayerExperts, left_out
+from moe_core.checkpoint.experts.find_layer import left_out
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.router import BIASES, CORRECTION_BIASES, RouterTensors
 from moe_core.errors import ConfigError, check_instance, did_you_mean
 from moe_core.spec.activation import ActivationParams, MoEActivation

@@ -22,7 +22,7 @@ from moe_core.checkpoint.config import keys as keys
 from moe_core.checkpoint.config.families import family_of
 from moe_core.checkpoint.config.keys import ConfigKeys
 from moe_core.checkpoint.config.statements import read_quantization
-from moe_core.checkpoint.experts.layer_experts import find_layer
+from moe_core.checkpoint.experts.find_layer import find_layer
 from moe_core.checkpoint.experts.matrices import ExpertMatrices
 from moe_core.checkpoint.experts.quantized import QuantizedLayout
 from moe_core.checkpoint.files.safetensors_file import Part, Span, TensorInfo

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_core.checkpoint.experts.layer_experts import LayerExperts, find_layer
+from moe_core.checkpoint.experts.find_layer import find_layer
+from moe_core.checkpoint.experts.layer_experts import LayerExperts
 from moe_core.checkpoint.experts.quantized import QuantizedLayout
 from moe_core.checkpoint.files.reading_threads import readers
 from moe_core.checkpoint.model import LayerModel, ModelSettings, read_model

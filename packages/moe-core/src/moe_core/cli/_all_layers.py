@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moe_core.checkpoint.experts.layer_experts import ranges
+from moe_core.checkpoint.experts.find_layer import ranges
 from moe_core.cli import _arguments, _report
 from moe_core.cli._fit import Figures, refusal
 from moe_core.cli._output import bytes_text, emit, progress, table

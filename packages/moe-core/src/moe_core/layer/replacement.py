@@ -98,7 +98,7 @@ def find_replacement(
         CheckpointError: The checkpoint cannot be read.
         ConfigError: The checkpoint's layer differs.
     """
-    from moe_core.checkpoint.experts.layer_experts import find_layer
+    from moe_core.checkpoint.experts.find_layer import find_layer
     from moe_core.checkpoint.experts.matrices import unquantized_reason
 
     there = opened(checkpoint)
