@@ -115,9 +115,7 @@ def test_declared_uses_are_none(code: str) -> None:
 
 #: names that packages written for the versions of 1.0 may count on, in addition to those of `moe_core`
 NAMES = {
-    "moe_core.api.commands": (
-        "activation_key_of bytes_text check_seed device_of dtype_of duration emit progress seconds_since"
-    ),
+    "moe_core.api.commands": ("activation_key_of bytes_text device_of dtype_of duration emit progress seconds_since"),
     "moe_core.api.command_line": (
         "Command add_activation_key add_backend add_checkpoint add_device add_dtype add_quantize add_seed "
         "check_file check_folder check_least whole"

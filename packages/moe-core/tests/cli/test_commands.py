@@ -67,7 +67,7 @@ def test_explain_where_nothing_fits(moe: Any) -> None:
     assert result.code == 2
     assert result.data["chosen"] is None
     assert all(candidate["reasons"] for candidate in result.data["candidates"])
-    assert result.err == "moe explain: no backend fits; the report says why\n"
+    assert result.err == "moe explain: no backend fits; the report lists the reasons\n"
 
 
 @pytest.mark.parametrize(

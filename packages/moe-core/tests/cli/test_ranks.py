@@ -52,7 +52,7 @@ def test_explain_why_pairs_do_not_fit(moe: Any) -> None:
     assert result.code == 2
     assert "4 ranks (tp 1, ep 4, dp 4), 4096 tokens each: no prepare/finalize fits" in result.out
     assert "no alltoall with gpu: needs sm90 or newer, device is cpu" in result.out
-    assert result.err == "moe explain: no prepare/finalize fits; the report says why\n"
+    assert result.err == "moe explain: no prepare/finalize fits; the report lists the reasons\n"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_explain_refuses_ranks(moe: Any, arguments: tuple[str, ...], parts: tupl
 
 
 def test_as_many_processes_as_ranks(moe: Any, folder: Path) -> None:
-    parts = ("--tp 2 and --ep 1 are 2 ranks", "there is 1", "torchrun --nproc-per-node 2 -m moe_core run")
+    parts = ("--tp 2 and --ep 1 need 2 processes, got 1", "torchrun --nproc-per-node 2 -m moe_core run")
     moe.refuses("run", folder, "--tp", "2", parts=parts)
 
 
@@ -85,7 +85,7 @@ def test_every_rank_of_a_host_with_too_few_gpus_refuses(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("a GPU is taken"))
-    parts = ("2 ranks on this host have 1 GPU", "--device cpu", "--nproc-per-node 1")
+    parts = ("2 ranks on this host need a GPU each, found 1", "--device cpu", "--nproc-per-node 1")
     moe.refuses("run", folder, "--tp", "2", parts=parts)
 
 
@@ -94,7 +94,7 @@ def test_processes_that_cannot_meet_refuse(moe: Any, folder: Path, monkeypatch: 
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    parts = ("WORLD_SIZE 2 and no MASTER_ADDR, MASTER_PORT, which torchrun sets", "torchrun --nproc-per-node 2 -m")
+    parts = ("WORLD_SIZE 2, but no MASTER_ADDR, MASTER_PORT", "torchrun --nproc-per-node 2 -m")
     moe.refuses("run", folder, "--tp", "2", "--device", "cpu", parts=parts)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}.items():
         monkeypatch.setenv(name, value)
@@ -148,6 +148,6 @@ def test_run_and_bench_on_two_ranks(moe: Any, folder: Path, tmp_path: Path) -> N
     ]
     assert all(r["seconds"] > 0 for r in measured["results"])
     assert refused[0] == 2
-    assert "--tp 4 and --ep 1 are 4 ranks, each of which is a process, and there are 2" in refused[2]
+    assert "--tp 4 and --ep 1 need 4 processes, got 2" in refused[2]
     assert unnamed[0] == 2
     assert "all2all_backend '' is unknown for tokens that cross ranks" in unnamed[2]

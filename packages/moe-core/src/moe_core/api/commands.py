@@ -9,13 +9,12 @@ Names change meaning or are removed only with a new major version of :data:`moe_
 
 from __future__ import annotations
 
-from moe_core.cli._arguments import activation_key_of, check_seed, device_of, dtype_of
+from moe_core.cli._arguments import activation_key_of, device_of, dtype_of
 from moe_core.cli._output import bytes_text, duration, emit, progress, seconds_since
 
 __all__ = [
     "activation_key_of",
     "bytes_text",
-    "check_seed",
     "device_of",
     "dtype_of",
     "duration",

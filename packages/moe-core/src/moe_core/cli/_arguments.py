@@ -168,12 +168,6 @@ def host_memory() -> int | None:
         return None
 
 
-def check_seed(seed: int) -> None:
-    """Raise ConfigError for a seed that torch does not accept."""
-    if not -(2**63) <= seed < 2**64:
-        raise ConfigError(f"--seed {seed}: expected an integer from {-(2**63)} to {2**64 - 1}")
-
-
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of that name."""
     import torch

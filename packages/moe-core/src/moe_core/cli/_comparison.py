@@ -6,11 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from moe_core._support.strict_json import parse_object
-from moe_core.errors import CheckpointError, ConfigError
+from moe_core._support.strict_json import load_settings
+from moe_core.errors import ConfigError
 
-#: size limit of a file of results; results of ten backends and a hundred token counts take 400 KB
-MOST_BYTES = 16 << 20
 #: fields that two runs must share to be comparable
 SAME = (
     *("scheme", "weight_key", "activation_key", "num_experts", "top_k", "hidden_size", "intermediate_size"),
@@ -24,18 +22,7 @@ def read_results(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is anything else.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # A NUL in the name raises ValueError.
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--compare {str(path)!r} can't be read: {why}") from None
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"--compare {path} has more than {MOST_BYTES} bytes, expected what moe bench --output wrote")
-    try:
-        data = parse_object(content, str(path))
-    except CheckpointError as error:
-        raise ConfigError(f"--compare: {error.message}") from None
+    data = load_settings("--compare", path)
     data.setdefault("skew", 0.0)  # Runs from before the option existed have no skew.
     results = data.get("results")
     if not isinstance(results, list) or not all(map(_is_result, results)):

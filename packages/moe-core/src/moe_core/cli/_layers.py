@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.checkpoint import Checkpoint
+    from moe_core.selection.report import Selection
     from moe_core.spec.config import FusedMoEConfig
+    from moe_core.spec.device import DeviceInfo
     from moe_core.spec.quant_key import QuantKey
     from moe_core.spec.weights import MoEWeights
 
@@ -46,6 +48,32 @@ class Layer:
     weight_key: QuantKey | None
     activation_key: QuantKey | None
     weights: Callable[[], MoEWeights]
+
+    def select(self, backend: str, device: torch.device | DeviceInfo, tuning: str | None) -> Selection:
+        """Select a backend.
+
+        Args:
+            backend: Name of the backend, or "auto".
+            device: The device.
+            tuning: Tuning profile, as in :meth:`moe_core.Oracle.select`.
+
+        Returns:
+            The selection.
+        """
+        from moe_core.selection.registry import registry
+
+        return (
+            registry()
+            .oracle(self.scheme)
+            .select(
+                self.config,
+                weight_key=self.weight_key,
+                activation_key=self.activation_key,
+                moe_backend=backend,
+                device=device,
+                tuning=tuning,
+            )
+        )
 
 
 def the_layer(args: argparse.Namespace, device: torch.device) -> Layer:

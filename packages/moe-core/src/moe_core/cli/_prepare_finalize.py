@@ -214,9 +214,9 @@ def select_prepare_finalize(
             report = error.report
         reasons = cls.unsupported_reasons(asked, None, info, environment)
         if cls.claims.one_domain and machine is not None and config.parallel.world_size > machine.domain:
-            others = f"of which {machine.domain} reach each other on {machine.name}"
+            others = f"only {machine.domain} reach each other on {machine.name}"
             ranks = config.parallel.world_size
-            reasons = [*reasons, f"writes into the memory of other GPUs, {others}, there are {ranks} ranks"]
+            reasons = [*reasons, f"writes into the memory of other GPUs: {others}, got {ranks} ranks"]
         if reasons:
             selection = None
         payload = None

@@ -141,9 +141,8 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
         return
     if parallel.world_size != size:
         raise ConfigError(
-            f"--tp {parallel.tp_size} and --ep {parallel.ep_size} are {parallel.world_size} ranks, each of which is a "
-            f"process, and there {'is 1' if size == 1 else f'are {size}'}: torchrun --nproc-per-node "
-            f"{parallel.world_size} -m moe_core {args.command} …"
+            f"--tp {parallel.tp_size} and --ep {parallel.ep_size} need {parallel.world_size} processes, got {size}: "
+            f"torchrun --nproc-per-node {parallel.world_size} -m moe_core {args.command} …"
         )
     import torch.distributed as dist
 
@@ -151,8 +150,8 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
     ranks, gpus = numbers["LOCAL_WORLD_SIZE"] or 1, torch.cuda.device_count() if on_gpu else 0
     if 0 < gpus < ranks:
         raise ConfigError(
-            f"{ranks} ranks on this host have {gpus} GPU{'s' * (gpus > 1)}, and each needs one: give --device cpu, or "
-            f"fewer ranks (--nproc-per-node {gpus}, on more hosts where the layer needs them)"
+            f"{ranks} ranks on this host need a GPU each, found {gpus}: give --device cpu, or fewer ranks per host "
+            f"(--nproc-per-node {gpus})"
         )
     device = _arguments.device_of(f"cuda:{numbers['LOCAL_RANK'] or 0}" if on_gpu else args.device or "cpu")
     if on_gpu:
@@ -162,8 +161,8 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise ConfigError(
-                f"the environment has WORLD_SIZE {size} and no {', '.join(missing)}, which torchrun sets: torchrun "
-                f"--nproc-per-node {size} -m moe_core {args.command} …"
+                f"the environment has WORLD_SIZE {size}, but no {', '.join(missing)}; start with torchrun: "
+                f"torchrun --nproc-per-node {size} -m moe_core {args.command} …"
             )
         _number("MASTER_PORT")
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

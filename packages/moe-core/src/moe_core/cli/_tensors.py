@@ -60,7 +60,7 @@ def read_input(path: Path, config: FusedMoEConfig, *, finite: bool = False) -> L
 
     if "hidden_states" not in file.kinds:
         there = ", ".join(sorted(file.kinds)[:10]) or "nothing"
-        raise TensorError(f"{path} has no hidden_states [M, {config.hidden_size}] (it holds {there})")
+        raise TensorError(f"{path} has no hidden_states [M, {config.hidden_size}] ; it contains {there}")
     x = tensor("hidden_states")
     check_shape(f"{path}: hidden_states", x, ("M", config.hidden_size))
     check_dtype(f"{path}: hidden_states", x, _FLOATS)

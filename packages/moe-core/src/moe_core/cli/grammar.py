@@ -80,7 +80,7 @@ def build(names: Iterable[str] | None = None) -> Parser:
         prog="moe",
         usage="moe COMMAND …",
         description=f"{_ABOUT}\n\ncommands:\n{listed}",
-        epilog="moe COMMAND --help says what a command takes. MOE_TRACEBACK=1 shows the traceback of an error.",
+        epilog="moe COMMAND --help lists the arguments of a command. MOE_TRACEBACK=1 shows the traceback of an error.",
         formatter_class=Paragraphs,
     )
     version = importlib.metadata.version("moe-core")
@@ -192,7 +192,7 @@ def _check_explain(args: argparse.Namespace) -> None:
 
 @_command(_check_explain)
 def _explain(parser: argparse.ArgumentParser) -> None:
-    """Say which backend runs a layer and why, on any GPU.
+    """Show which backend runs a layer and why, on any GPU.
 
     The layer is one of a checkpoint folder, or described by --scheme and --shape. Prints what was chosen, which
     preferred backends were not and why, and the memory that the layer takes: weights as the backend lays them out, the
@@ -324,7 +324,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
         type=token_counts,
         default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
         metavar="M,M,…",
-        help="numbers of tokens; what lies between takes the next larger one's (default: 1,2,4 … 4096)",
+        help="numbers of tokens; a call uses the next larger one (default: 1,2,4 … 4096)",
     )
     add_backend(parser)
     add_device(parser, "cuda, cuda:1 … (default: cuda)")

@@ -456,7 +456,7 @@ def _checked_format(found: object, *, added: bool = False) -> type[CheckpointFor
     if not isinstance(getattr(kind, "name", None), str):
         raise RegistryError("has no name")
     if not isinstance(kind.quant_methods, tuple):
-        raise RegistryError(f"has quant_methods that are a {type(kind.quant_methods).__name__}, expected a tuple")
+        raise RegistryError(f"has quant_methods of type {type(kind.quant_methods).__name__}, expected a tuple")
     return kind
 
 

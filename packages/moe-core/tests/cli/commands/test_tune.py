@@ -97,7 +97,7 @@ def test_a_profile_keeps_its_other_layers(moe: Moe, tmp_path: Path) -> None:
     # of other kernels: nothing is kept of it
     file.write_text(replace(TuningProfile.read(file), kernels=0).to_json())
     result = moe(*arguments, *LAYER)
-    assert "note: what the file held before was measured with state 0 of the kernels" in result.out
+    assert "note: the earlier content is dropped: measured with state 0 of the kernels" in result.out
     assert [layer.problem.num_experts for layer in TuningProfile.read(file).layers] == [128]
 
 

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 #: columns of the table
 DEVICES = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950", "cpu")
 
+#: claims that are yes or no, as texts
+_FEATURES = {
+    "bias": "biases",
+    "expert_map": "expert map",
+    "apply_router_weight_on_input": "router weight on input",
+    "lora": "LoRA",
+    "batch_invariant": "batch invariant",
+    "cuda_graph": "CUDA graphs",
+    "keeps_nan": "NaN stays in its token",
+}
+_MULTIPLES = ("hidden_multiple", "intermediate_multiple", "whole_groups")
+
 _LEGEND = """\
 run: tested on such a device; yes: claimed, compiled at most; -: not claimed.
 The first from above that fits a layer is taken.{orders}
@@ -201,22 +213,11 @@ def describe(
         "activations": sorted(activation.value for activation in claims.activations),
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in claims.dtypes),
         "formats": sorted(item.value for item in claims.formats),
-        "bias": claims.bias,
-        "expert_map": claims.expert_map,
-        "apply_router_weight_on_input": claims.apply_router_weight_on_input,
-        "lora": claims.lora,
-        "batch_invariant": claims.batch_invariant,
-        "cuda_graph": claims.cuda_graph,
-        "keeps_nan": claims.keeps_nan,
         "routing_methods": sorted(m.name for m in claims.routing_methods) if claims.routing_methods else None,
-        "hidden_multiple": claims.hidden_multiple,
-        "intermediate_multiple": claims.intermediate_multiple,
-        "whole_groups": claims.whole_groups,
-        "max_top_k": claims.max_top_k or None,
-        "max_experts": claims.max_experts or None,
+        **{name: getattr(claims, name) for name in (*_FEATURES, *_MULTIPLES, "notes")},
+        **{name: getattr(claims, name) or None for name in ("max_top_k", "max_experts")},
         "requires": [r.distribution + (f">={r.version}" if r.version else "") for r in claims.requires],
         "verified_on": [str(item) for item in claims.verified_on],
-        "notes": claims.notes,
     }
 
 
@@ -243,15 +244,6 @@ def details(row: dict[str, Any]) -> list[tuple[str, str]]:
     Returns:
         (label, text); the label "keys" occurs once per claimed pair.
     """
-    flags = {
-        "bias": "biases",
-        "expert_map": "expert map",
-        "apply_router_weight_on_input": "router weight on input",
-        "lora": "LoRA",
-        "batch_invariant": "batch invariant",
-        "cuda_graph": "CUDA graphs",
-        "keeps_nan": "NaN stays in its token",
-    }
     limits = [
         f"{name} size a multiple of {row[f'{name}_multiple']}"
         for name in ("hidden", "intermediate")
@@ -271,7 +263,7 @@ def details(row: dict[str, Any]) -> list[tuple[str, str]]:
         ("dtypes", ", ".join(row["dtypes"])),
         ("formats", ", ".join(row["formats"])),
         ("activations", _activations(row["activations"])),
-        ("features", ", ".join(text for name, text in flags.items() if row[name])),
+        ("features", ", ".join(text for name, text in _FEATURES.items() if row[name])),
         ("routing", ", ".join(row["routing_methods"] or ())),
         ("limits", ", ".join(limits)),
         ("requires", ", ".join(row["requires"])),

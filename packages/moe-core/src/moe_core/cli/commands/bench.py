@@ -121,25 +121,11 @@ def _limits(args: argparse.Namespace, layer: Layer, device: torch.device) -> Lim
 
 
 def _selections(layer: Layer, device: torch.device, names: str | None, tuning: str | None) -> list[Any]:
-    from moe_core.selection.registry import registry
-
-    oracle = registry().oracle(layer.scheme)
-
-    def select(name: str) -> Any:
-        return oracle.select(
-            layer.config,
-            weight_key=layer.weight_key,
-            activation_key=layer.activation_key,
-            moe_backend=name,
-            device=device,
-            tuning=tuning,
-        )
-
     if names is not None:
-        return [select(name) for name in names.split(",")]
-    report = select("auto").report
-    fitting = list(dict.fromkeys(candidate.backend for candidate in report.candidates if candidate.fits))
-    selections = [select(name) for name in fitting]
+        return [layer.select(name, device, tuning) for name in names.split(",")]
+    report = layer.select("auto", device, tuning).report
+    fitting = dict.fromkeys(candidate.backend for candidate in report.candidates if candidate.fits)
+    selections = [layer.select(name, device, tuning) for name in fitting]
     modular = [s for s in selections if not s.experts.is_monolithic]
     if not modular:
         raise SelectionError("no modular backend fits: only modular backends take a given routing", report)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     emit(args.json, one.data, one.text)
     if not one.fits:
         what = "backend" if one.over_ranks is None else "prepare/finalize"
-        complain(f"moe explain: no {what} fits; the report says why")
+        complain(f"moe explain: no {what} fits; the report lists the reasons")
         return 2
     if one.fit is not None and not one.fit.fits:
         complain(_fit.refusal(one.fit, str(one.report.device)))

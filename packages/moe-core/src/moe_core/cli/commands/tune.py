@@ -103,7 +103,7 @@ def _path(args: argparse.Namespace, gpu: DeviceInfo) -> Path:
     own = user_path(gpu.name) if args.output is None else None
     path: Path | None = own or args.output
     if path is None:
-        raise ConfigError(f"there is no home folder for a profile of {gpu.name}: give --output FILE")
+        raise ConfigError(f"no home folder for a profile of {gpu.name}; give --output FILE")
     if own is not None:
         with writing(own):
             own.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _profile(path: Path, gpu: DeviceInfo) -> tuple[TuningProfile, str]:
         return before, ""
     if (before.gpu, before.arch) != (gpu.name, gpu.arch):
         raise ConfigError(f"{path} is not replaced: {reason}; give another --output")
-    return empty, f"what the file held before was {reason.partition(':')[0]}, and is left out"
+    return empty, f"the earlier content is dropped: {reason.partition(':')[0]}"
 
 
 def _add(path: Path, gpu: DeviceInfo, layers: Sequence[TunedLayer]) -> None:
@@ -142,20 +142,8 @@ def _add(path: Path, gpu: DeviceInfo, layers: Sequence[TunedLayer]) -> None:
 
 def _selection(layer: Layer, gpu: DeviceInfo, backend: str) -> Selection:
     from moe_core.kernels.experts.grouped import GroupedExperts
-    from moe_core.selection.registry import registry
 
-    selection = (
-        registry()
-        .oracle(layer.scheme)
-        .select(
-            layer.config,
-            weight_key=layer.weight_key,
-            activation_key=layer.activation_key,
-            moe_backend=backend,
-            device=gpu,
-            tuning="none",
-        )
-    )
+    selection = layer.select(backend, gpu, "none")
     if not issubclass(selection.experts, GroupedExperts):
         fitting = dict.fromkeys(
             c.backend for c in selection.report.candidates if c.fits and issubclass(c.experts, GroupedExperts)
