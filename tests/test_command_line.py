@@ -251,7 +251,7 @@ LINES: list[tuple[str, int, str]] = [
     (f"explain {SHAPE} --activation silo", 2, "did you mean 'silu'?"),
     (f"explain {SHAPE} --activation-format batch", 2, "did you mean 'batched'?"),
     (f"explain {SHAPE} --all-layers", 2, "--all-layers is for a checkpoint folder"),
-    (f"explain fp8 {SHAPE}", 2, "not both"),
+    (f"explain fp8 {SHAPE}", 2, "cannot be combined with --scheme and --shape"),
     ("explain", 2, "give a checkpoint folder, or --scheme and --shape"),
     ("backends --scheme gptq", 2, "scheme 'gptq' is not installed"),
     ("backends --scheme fp8 --backend humming", 2, "fp8 has no backend 'humming' (wna16 has); known: batched_marlin,"),
