@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from moe_core.selection.registry import registry
 from moe_core_layers import all_kinds
 from moe_core_torch_defaults import differing
 
@@ -67,7 +67,7 @@ def test_layers_are_loaded_and_called_with_other_defaults(dtype: torch.dtype, de
     for scheme in ("fp8", "int8", "mxfp4", "wna16"):
         folders.append(tmp_path / scheme)
         folders[-1].mkdir()
-        importlib.import_module(f"moe_{scheme}.quickstart").write_checkpoint(folders[-1])
+        registry().scheme(scheme).write_quickstart(folders[-1])
     generator = torch.Generator().manual_seed(3)
     x, scores = torch.randn(17, 256, generator=generator).bfloat16(), torch.rand(17, 6, generator=generator)
     # tables that are made once are made there

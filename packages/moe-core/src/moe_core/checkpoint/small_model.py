@@ -53,10 +53,11 @@ class SmallModel:
 
     def _layer(self, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+            return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(shape[-1])
 
         start = f"model.layers.{layer}"
-        tensors = {f"{start}.post_attention_layernorm.weight": torch.ones(self.HIDDEN, dtype=torch.bfloat16)}
+        norm = torch.ones(self.HIDDEN, dtype=torch.bfloat16, device="cpu")
+        tensors = {f"{start}.post_attention_layernorm.weight": norm}
         for name, shape in zip(self.router, ((self.EXPERTS, self.HIDDEN), (self.EXPERTS,)), strict=False):
             tensors[f"{start}.mlp.{name}"] = normal(*shape).bfloat16()
         for projection, (rows, columns) in self.projections.items():
