@@ -46,20 +46,22 @@ FORMATS = ("standard", "batched")
 #: default shape of a timed layer (Qwen3-30B-A3B)
 TIMED_SHAPE = "128,8,2048,768"
 
+#: adds the arguments of a command to its parser
+Arguments = Callable[[argparse.ArgumentParser], None]
+
 #: commands of this package, keyed by name
 COMMANDS: dict[str, Command] = {}
 
 
-def _command(
-    check: Callable[[argparse.Namespace], None] | None = None,
-) -> Callable[[Callable[[argparse.ArgumentParser], None]], None]:
+def _command(check: Callable[[argparse.Namespace], None] | None = None) -> Callable[[Arguments], Arguments]:
     """Make a command of the function that adds its arguments; its docstring is the command's summary and help."""
 
-    def register(arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+    def register(arguments: Arguments) -> Arguments:
         name = arguments.__name__.strip("_")
         summary, _, description = (inspect.getdoc(arguments) or name).partition("\n\n")
         summary = summary[0].lower() + summary[1:].rstrip(".")
         COMMANDS[name] = Command(summary, arguments, f"moe_core.cli.commands.{name}:run", description, check)
+        return arguments
 
     return register
 
