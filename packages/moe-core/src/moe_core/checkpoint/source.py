@@ -27,6 +27,7 @@ from moe_core.plugins.faults import Raised, attempt
 from moe_core.selection.registry import KNOWN_SCHEMES, Registry
 from moe_core.spec.config import FusedMoEConfig, FusedMoEParallelConfig, whole_number
 from moe_core.spec.quant_key import QuantKey, as_quant_key
+from moe_core.spec.roles import INPUT_FIELDS
 from moe_core.spec.weights import MoEWeights
 
 T = TypeVar("T")
@@ -34,8 +35,6 @@ T = TypeVar("T")
 #: First-party modules, whose errors are passed on unchanged.
 _OWN = ("moe_core", *(package.replace("-", "_") for package in KNOWN_SCHEMES.values()))
 
-#: Names of the tensors of static activation quantization.
-_STATIC = ("w13_input_scale", "w2_input_scale", "w13_input_zero_point", "w2_input_zero_point")
 #: Value of ``activation_key`` that selects the checkpoint's own activation quantization.
 AS_STORED = "checkpoint"
 
@@ -140,7 +139,7 @@ class LayerSource(LayerModel):
             ) from error
         static: dict[str, Any] = {}
         if self.plan.activation_key is None or not self.plan.activation_key.is_static:
-            static = dict.fromkeys(_STATIC)
+            static = dict.fromkeys(INPUT_FIELDS)
         here = replace(self.whole, intermediate_size=last - first)
         weights = refine(here, weights, self.plan.weight_key)
         weights = slice_columns(here, weights, begin - first, end - first, with_bias=rank == 0)

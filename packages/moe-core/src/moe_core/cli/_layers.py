@@ -142,7 +142,7 @@ def _random_weights(
     """Repeat a few random experts in separate memory, so that quantizing takes no time."""
     import torch
 
-    from moe_core.reference.quantization import quantize_moe_weights
+    from moe_core.reference.quantization import quantize_moe_weights, static_scales
     from moe_core.selection.memory import example_weights
 
     if weight_key is not None and (weight_key.permuted or weight_key.pre_scaled):
@@ -160,10 +160,11 @@ def _random_weights(
         return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(config.dtype).to(device)
 
     static: dict[str, Any] = {}
-    if activation_key is not None and activation_key.is_static:
+    if activation_key is not None:
         # Inputs of GEMM1 and GEMM2 have a standard deviation of about 1 and rarely exceed 8 in magnitude.
-        scale = torch.full((distinct,), 8 / activation_key.dtype.max_value, device=device)
-        static = {"w13_input_scale": scale, "w2_input_scale": scale.clone()}
+        high = torch.full((distinct,), 8.0, device=device)
+        scales = static_scales(-high, high, activation_key)
+        static = {f"{name}_input_{role}": tensor for name in ("w13", "w2") for role, tensor in scales.items()}
     small = quantize_moe_weights(
         normal(distinct, config.w13_rows, config.hidden_size),
         normal(distinct, config.hidden_size, config.intermediate_size),

@@ -15,6 +15,7 @@ from moe_core.layer.request import LayerRequest, describe, opened
 from moe_core.parallel.shard_plan import refine
 from moe_core.selection.report import Selection
 from moe_core.spec.config import FusedMoEConfig
+from moe_core.spec.roles import INPUT_FIELDS
 from moe_core.spec.weights import KernelWeights, MoEWeights
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def quantize_like(
     if selection.weight_key is None:
         return weights
     # Static activation scales may come with the weights; otherwise the layer's are kept.
-    weights = replace(weights, activation_key=None if weights.w13_input_scale is None else selection.activation_key)
+    has_static = any(getattr(weights, name) is not None for name in INPUT_FIELDS)
+    weights = replace(weights, activation_key=selection.activation_key if has_static else None)
     weights.validate(config)
     here = weights.to(old.device)
     if online is None:

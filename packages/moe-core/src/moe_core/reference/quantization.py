@@ -636,6 +636,29 @@ def _store_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.to(dtype).clamp_min(info.smallest_normal * info.eps)
 
 
+def static_scales(low: Tensor, high: Tensor, key: QuantKey) -> dict[str, Tensor]:
+    """Compute static scales and zero points of activations from their value range.
+
+    Args:
+        low: [E], smallest activation of each expert.
+        high: [E], largest activation of each expert.
+        key: Quantization key of the activations.
+
+    Returns:
+        Tensors [E] by the argument names of :func:`quantize_tensor`, scales in float32; empty if all are dynamic.
+    """
+    found: dict[str, Tensor] = {}
+    low, high = low.float(), high.float()
+    if key.scale2 is not None and key.scale2.static:
+        found["scale2"] = scale_values(second_scale(torch.maximum(low.abs(), high.abs()), key))
+        low, high = low / found["scale2"], high / found["scale2"]
+    if key.scale.static:
+        scale, zero_point = scale_of_range(low, high, key)
+        found["scale"] = scale_values(scale)
+        found |= {} if zero_point is None else {"zero_point": zero_point}
+    return found
+
+
 def second_scale(amax: Tensor, key: QuantKey) -> Tensor:
     """Compute the stored second scale of groups from their largest magnitude.
 

@@ -96,7 +96,7 @@ class FusedMoEKernel:
                     f"{experts.activation_format.value}"
                 )
             key = experts.activation_key
-            if prepare_finalize.empty_rows and key is not None and key.group_shape.is_per_tensor and not key.is_static:
+            if prepare_finalize.empty_rows and key is not None and key.spans_tokens:
                 raise ConfigError(
                     f"{type(prepare_finalize).__name__} passes padding rows, which one scale over all rows would "
                     f"include: activation_key {key} is not supported"

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -124,11 +124,6 @@ class LoRAWeights(TensorRecord):
     def rank(self) -> int:
         """Maximum rank R."""
         return self.w2_a.shape[2]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the tensors as ``(name, tensor)``."""
-        for item in fields(self):
-            yield item.name, getattr(self, item.name)
 
     def validate(self, config: FusedMoEConfig, device: torch.device) -> None:
         """Check that the layer has adapters and that every tensor fits it.

@@ -6,7 +6,7 @@ All functions take keyword arguments only, so that a bias cannot be passed as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,13 +59,6 @@ class FusedMoEQuantDesc(TensorRecord):
     bias: Tensor | None = None
     g_idx: Tensor | None = None
     pre_scale: Tensor | None = None
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the tensors that are set, as ``(name, tensor)``."""
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                yield item.name, value
 
 
 class _OfOperand:

@@ -157,6 +157,10 @@ ROLES = (
 )
 
 
+#: Fields of :class:`moe_core.MoEWeights` with static scales and zero points of activations.
+INPUT_FIELDS = tuple(f"{name}_{role.name}" for name in ("w13", "w2") for role in ROLES if role.of_activations)
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One of the two matrices of a layer's local experts.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,17 @@ class TensorRecord:
 
     The repr shows shapes and dtypes but no values. Pickling supports 8-bit floats too.
     """
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the tensors that are set, as ``(name, tensor)``."""
+        for name, value in self.__dict__.items():
+            if isinstance(value, Tensor):
+                yield name, value
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of the tensors in bytes."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def __repr__(self) -> str:
         shown = {name: described(value) for name, value in self.__dict__.items() if value is not None and value != {}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,18 +131,6 @@ class MoEWeights(TensorRecord):
     def __post_init__(self) -> None:
         for name in ("weight_key", "activation_key"):
             object.__setattr__(self, name, as_quant_key(getattr(self, name), name))
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the tensors that are set, as ``(name, tensor)``."""
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                yield item.name, value
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of the tensors in bytes."""
-        return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
     def of(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one matrix.
@@ -409,11 +397,6 @@ class KernelWeights(TensorRecord):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.w13.device
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of the tensors in bytes."""
-        return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
     def apart_from(self, weights: MoEWeights) -> KernelWeights:
         """Clone the tensors that share storage with ``weights``; keep the others.

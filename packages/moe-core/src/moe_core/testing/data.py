@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_core.reference.fused_moe import Steps, route_pairs
-from moe_core.reference.quantization import Grid, quantize_moe_weights, quantize_weight, scale_of_range, second_scale
+from moe_core.reference.quantization import Grid, quantize_moe_weights, quantize_weight, static_scales
 from moe_core.reference.skewed_routing import skewed
 from moe_core.spec.activation import MoEActivation
 from moe_core.spec.config import FusedMoEConfig
@@ -440,18 +440,9 @@ def _calibrated(weights: MoEWeights, config: FusedMoEConfig, key: QuantKey, seed
     spread = _magnitudes((config.local_experts,), torch.Generator().manual_seed(seed + 2)).sqrt()
     static: dict[str, Any] = {}
     for name, ranges in (("w13", torch.stack(entering) * spread[:, None].double()), ("w2", torch.stack(hidden))):
-        static |= {f"{name}_input_{role}": tensor for role, tensor in _static_scales(ranges, key).items()}
-    return replace(weights, **static)
-
-
-def _static_scales(ranges: Tensor, key: QuantKey) -> dict[str, Tensor | None]:
-    """Static scales ``[E]`` and zero points ``[E]`` from the smallest and largest values ``[E, 2]``."""
-    # Slightly narrower than the observed range, so that a few values saturate.
-    low, high = (0.9 * ranges).unbind(1)
-    if not key.symmetric:
+        # Slightly narrower than the observed range, so that a few values saturate.
+        low, high = (0.9 * ranges).unbind(1)
         # Make the range asymmetric for any sample, so that zero points matter.
-        low = 0.75 * low
-    if not key.scale.static:
-        return {"scale2": second_scale(torch.maximum(low.abs(), high.abs()).float(), key)}
-    scale, zero_point = scale_of_range(low, high, key)
-    return {"scale": scale.float(), "zero_point": zero_point}
+        low = low if key.symmetric else 0.75 * low
+        static |= {f"{name}_input_{role}": tensor for role, tensor in static_scales(low, high, key).items()}
+    return replace(weights, **static)

@@ -715,7 +715,7 @@ def _telling(problem: Problem, result: Tensor, expected: Expected) -> slice:
     """Select a few tokens around the one with the largest error, or all if they share a scale."""
     key = problem.weights.activation_key
     tokens = len(result)
-    if tokens <= _TOKENS or (key is not None and not key.is_static and key.group_shape.is_per_tensor):
+    if tokens <= _TOKENS or (key is not None and key.spans_tokens):
         return slice(0, tokens)
     error = (result.double() - expected.exact).norm(dim=1) / expected.bound.norm(dim=1).clamp_min(1e-300)
     first = min(max(int(error.nan_to_num(math.inf).argmax()) - 1, 0), tokens - _TOKENS)
