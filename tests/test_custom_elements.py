@@ -218,6 +218,16 @@ def test_memory_and_examples_include_second_scales() -> None:
     assert layer_memory(selection, 8).weights == made.weights.nbytes
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_online_quantization_is_that_of_the_reference(name: str) -> None:
+    made = layer(WEIGHTS[name])
+    plain = mc.MoEWeights(weight_key=None, activation_key=None, w13=made.exact[0], w2=made.exact[1])
+    found = mc.OnlineQuantization("toy", "toy", WEIGHTS[name], None).quantize(plain)
+    found.validate(CONFIG, values=True)
+    for (field, tensor), (_, expected) in zip(found.tensors(), made.weights.tensors(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)), field
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_two_levels(name: str) -> None:
     key = ACTIVATIONS[name]

@@ -82,6 +82,8 @@ class OnlineQuantization:
             w2=w2.values,
             w13_scale=w13.scale,
             w2_scale=w2.scale,
+            w13_scale2=w13.scale2,
+            w2_scale2=w2.scale2,
             w13_zero_point=w13.zero_point,
             w2_zero_point=w2.zero_point,
         )
