@@ -62,7 +62,7 @@ def test_every_reason_is_given() -> None:
             "does not take hidden states in bfloat16, takes float16",
             "does not work with tensor parallelism (tp_size 2)",
             "is not batch invariant: ranks are added up in an order that other tokens may change",
-            "needs the config's max_num_tokens",
+            "needs max_num_tokens",
             "needs hidden_size to be a multiple of 64, got 96",
             "needs top_k <= 1, got 2",
             "needs at most 2 ranks, got 4",
