@@ -127,13 +127,7 @@ class Communicator(SharedByCopies):
         Raises:
             CommunicationError: The collective failed.
         """
-        try:
-            work = self._backend._allgather_base(gathered, given, _GATHER)
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            self.communicating(what).convert(error)
-            raise
+        self._collective(what, self._backend._allgather_base, gathered, given, _GATHER)
 
     def reduce_scatter(self, what: str, own: Tensor, partial: Tensor) -> None:
         """Sum rows over ranks, and keep this rank's; ordered and called like :meth:`all_gather`.
@@ -146,8 +140,11 @@ class Communicator(SharedByCopies):
         Raises:
             CommunicationError: The collective failed.
         """
+        self._collective(what, self._backend._reduce_scatter_base, own, partial, _SUM_AND_SCATTER)
+
+    def _collective(self, what: str, call: Callable[..., Any], *arguments: Any) -> None:
         try:
-            work = self._backend._reduce_scatter_base(own, partial, _SUM_AND_SCATTER)
+            work = call(*arguments)
             if work is not None:
                 work.wait()
         except RuntimeError as error:

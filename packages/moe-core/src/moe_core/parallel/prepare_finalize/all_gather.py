@@ -24,18 +24,14 @@ from moe_core.kernels.ops.token_layout import TokenCode, TokenLayout
 from moe_core.parallel.prepare_finalize.collective import Arrived, CollectivePrepareAndFinalize, local_experts
 from moe_core.parallel.prepare_finalize.fixed_order import sum_and_scatter
 from moe_core.parallel.prepare_finalize.token_rows import Tokens
-from moe_core.spec.config import FusedMoEConfig, TokenSharing
+from moe_core.spec.config import TokenSharing
 from moe_core.spec.quant_key import QuantKey
 from moe_core.spec.workspace import WorkspaceLayout
 
 if TYPE_CHECKING:
     from moe_core.kernels.ops.dispatch import UnpackedTokens
-    from moe_core.parallel.distributed.groups import ParallelGroups
-    from moe_core.parallel.placement.placement import ExpertPlacement
 
 
-#: Largest number of forms of calls that a layer keeps.
-_MOST_FORMS = 256
 #: Clause for errors.
 _GATHER = "tokens are gathered (all-gather)"
 
@@ -45,25 +41,6 @@ class _Rows:
     """Number of rows per rank in the gathered tensor; a rank fills as many as it has tokens."""
 
     most: int
-
-
-@dataclass(eq=False, slots=True)
-class _GatheredCall(ReservedCall):
-    """A call that is recorded as a whole.
-
-    Attributes:
-        own: Rows of this rank, uint8 ``[most, bytes]``.
-        rows: Rows of all ranks, uint8 ``[R, bytes]``.
-        code: Encoding of the tokens.
-        parts: Memory of what is unpacked, uint8.
-        layout: Layout of ``parts``.
-    """
-
-    own: Tensor
-    rows: Tensor
-    code: TokenCode
-    parts: Tensor
-    layout: WorkspaceLayout
 
 
 class _Form(NamedTuple):
@@ -82,6 +59,23 @@ class _Form(NamedTuple):
     kind: tuple[Hashable, ...]
 
 
+@dataclass(eq=False, slots=True)
+class _WholeCall(ReservedCall):
+    """A call that is recorded as a whole.
+
+    Attributes:
+        own: Rows of this rank, uint8 ``[most, bytes]``.
+        rows: Rows of all ranks, uint8 ``[R, bytes]``.
+        parts: Memory of what is unpacked, uint8.
+        form: Sizes of the call.
+    """
+
+    own: Tensor
+    rows: Tensor
+    parts: Tensor
+    form: _Form
+
+
 class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
     """All-gather of the tokens, reduce-scatter of the results.
 
@@ -97,17 +91,6 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         batch_invariant=True,
         verified_on=("cpu", "2 × NVIDIA H200 (sm90)"),
     )
-
-    def __init__(
-        self,
-        config: FusedMoEConfig,
-        groups: ParallelGroups | None = None,
-        *,
-        placement: ExpertPlacement | None = None,
-    ) -> None:
-        super().__init__(config, groups, placement=placement)
-        #: Buffer sizes of a call, keyed by the largest number of tokens per rank.
-        self._forms: dict[int, _Form] = {}
 
     def dispatch(
         self, tokens: Tokens, tokens_per_rank: Sequence[int] | None, quantize_as: QuantKey | None, *, gaps: bool
@@ -136,32 +119,23 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
             most = max(self.counts(hidden_states, routing.tokens_per_rank))
         if not most:
             return None
-        code, nbytes, layout, kind = self._form(most, hidden_states, quantize_as)
+        form = self.form(most, hidden_states, quantize_as, bound(self._new_form, hidden_states.device))
         tables, count = self.destinations.tables(hidden_states.device), self.exchange.size * most
-        own = hidden_states.new_empty((most, nbytes), dtype=torch.uint8)
-        rows = own.new_empty((count, nbytes))
-        parts = own.new_empty(layout.nbytes)
-        result = hidden_states.new_empty((count, code.columns))
+        own = hidden_states.new_empty((most, form.nbytes), dtype=torch.uint8)
+        rows, parts = own.new_empty((count, form.nbytes)), own.new_empty(form.layout.nbytes)
+        result = hidden_states.new_empty((count, form.code.columns))
         given = hidden_states, routing.topk_weights, routing.topk_ids, own, rows, parts, result
         gather, end = bound(self.exchange.all_gather, _GATHER, rows, own), bound(self._scatter, output, result, most)
-        tensors = *given, tables.slots, tables.counts
-        return _GatheredCall(tensors, kind, result, end, gather, own, rows, code, parts, layout)
+        return _WholeCall((*given, tables.slots, tables.counts), form.kind, result, end, gather, own, rows, parts, form)
 
-    def _form(self, most: int, hidden_states: Tensor, quantize_as: QuantKey | None) -> _Form:
-        """The sizes of a call; cached because each call needs them."""
+    def _new_form(self, device: torch.device, most: int, code: TokenCode) -> _Form:
         from moe_core.kernels.ops.dispatch import UnpackedTokens
 
-        code, found = self.code(hidden_states, quantize_as), self._forms.get(most)
-        if found is None or found.code is not code:
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
-            count, top_k = self.exchange.size * most, self.config.top_k
-            held = self.destinations.held(self.destinations.tables(hidden_states.device))
-            layout = WorkspaceLayout(UnpackedTokens.specs(count, code, top_k))
-            encoding = code.columns, code.code_dtype, code.scale_dtype, code.groups, top_k
-            kind = *encoding, most, self.destinations.offset, *held
-            found = self._forms[most] = _Form(code, TokenLayout.rows(code, top_k).nbytes, layout, kind)
-        return found
+        top_k, held = self.config.top_k, self.destinations.held(self.destinations.tables(device))
+        layout = WorkspaceLayout(UnpackedTokens.specs(self.exchange.size * most, code, top_k))
+        encoding = code.columns, code.code_dtype, code.scale_dtype, code.groups, top_k
+        kind = *encoding, most, self.destinations.offset, *held
+        return _Form(code, TokenLayout.rows(code, top_k).nbytes, layout, kind)
 
     def _scatter(self, output: Tensor, result: Tensor, most: int) -> None:
         fixed = self.config.batch_invariant
@@ -175,15 +149,15 @@ class AllGatherPrepareAndFinalize(CollectivePrepareAndFinalize):
         static_scale: Tensor | None = None,
     ) -> Prepared:
         call = routing.reserved
-        if not isinstance(call, _GatheredCall):
+        if not isinstance(call, _WholeCall):
             return super().prepare(hidden_states, routing, quantize_as, static_scale)
         from moe_core.kernels.ops.dispatch import UnpackedTokens
 
-        self._pack_into(call.own, Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids), call.code)
+        self._pack_into(call.own, Tokens(hidden_states, None, routing.topk_weights, routing.topk_ids), call.form.code)
         if call.step is not None:
             host_step(call.step)
-        found = UnpackedTokens.inside(call.rows, call.code, call.layout.tensors(call.parts))
-        self._unpack(call.rows, call.code, found)
+        found = UnpackedTokens.inside(call.rows, call.form.code, call.form.layout.tensors(call.parts))
+        self._unpack(call.rows, call.form.code, found)
         return Arrived(found.hidden, TokenRouting(found.weights, found.experts), found.scale)
 
     def finalize(

@@ -136,7 +136,7 @@ class AllToAllPrepareAndFinalize(PushedPrepareAndFinalize):
         room = self._room
         if room is None:
             return None
-        form = self.form(max(1, *self.counts(hidden_states, tokens_per_rank)), hidden_states, quantize_as)
+        form = self.form_of(max(1, *self.counts(hidden_states, tokens_per_rank)), hidden_states, quantize_as)
         if form.nbytes > self.most_shared:
             return None
         if hidden_states.is_meta:

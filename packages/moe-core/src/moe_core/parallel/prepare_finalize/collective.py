@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from moe_core.parallel.distributed.communication import Communicator
     from moe_core.parallel.distributed.groups import ParallelGroups
     from moe_core.parallel.placement.placement import ExpertPlacement
+
+
+F = TypeVar("F")
+
+#: Largest number of sizes of calls that a layer keeps.
+_MOST_FORMS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +94,8 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.ranks: ParallelGroups = groups
         self._checks = checks_values()
         self._code: TokenCode | None = None
+        #: Encoding and buffer sizes of a call, keyed by the largest number of tokens per rank.
+        self._forms: dict[int, Any] = {}
         self._sums = groups.parallel.token_sharing is TokenSharing.EP_RANK
         self._only_launches: tuple[QuantKey | None, bool] | None = None
         self.destinations = Destinations.of_layer(config, groups.parallel, placement, offset=groups.parallel.dp_rank)
@@ -131,6 +139,28 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         found, columns = self._code, hidden.shape[1]
         if found is None or found.key is not quantize_as or found.columns != columns or found.dtype is not hidden.dtype:
             self._code = found = TokenCode(columns, hidden.dtype, quantize_as)
+        return found
+
+    def form(
+        self, most: int, hidden_states: Tensor, quantize_as: QuantKey | None, make: Callable[[int, TokenCode], F]
+    ) -> F:
+        """Return the sizes of calls; cached because each call needs them.
+
+        Args:
+            most: Largest number of tokens that a rank brings.
+            hidden_states: Tokens of this rank.
+            quantize_as: Quantization before dispatch; None for unquantized.
+            make: Returns the sizes for ``most`` and an encoding.
+
+        Returns:
+            The sizes.
+        """
+        code, known = self.code(hidden_states, quantize_as), self._forms.get(most)
+        if known is None or known[0] is not code:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            known = self._forms[most] = code, make(most, code)
+        found: F = known[1]
         return found
 
     def only_launches(self, quantize_as: QuantKey | None) -> bool:

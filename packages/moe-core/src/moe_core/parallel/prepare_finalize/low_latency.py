@@ -110,7 +110,7 @@ class LowLatencyPrepareAndFinalize(PushedPrepareAndFinalize):
     ) -> PushedTokens:
         tokens = hidden_states.shape[0]
         self.check_own(tokens, tokens_per_rank)
-        form = self.form(self.shape.capacity, hidden_states, quantize_as)
+        form = self.form_of(self.shape.capacity, hidden_states, quantize_as)
         if tokens > self.shape.capacity or form.nbytes > self._nbytes:
             self.shape.check(tokens, form.code)
         if hidden_states.is_meta:

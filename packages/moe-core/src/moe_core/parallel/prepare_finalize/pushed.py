@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial as bound
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +29,7 @@ from moe_core.kernels.ops.exchange import (
 from moe_core.kernels.ops.token_layout import TokenCode
 from moe_core.parallel.prepare_finalize.collective import Arrived, CollectivePrepareAndFinalize
 from moe_core.parallel.prepare_finalize.token_rows import Tokens
-from moe_core.spec.config import FusedMoEConfig
 from moe_core.spec.quant_key import QuantKey
-
-if TYPE_CHECKING:
-    from moe_core.parallel.distributed.groups import ParallelGroups
-    from moe_core.parallel.placement.placement import ExpertPlacement
-
-#: Largest number of forms of calls that a layer keeps.
-_MOST_FORMS = 256
 
 
 class Form(NamedTuple):
@@ -96,17 +88,6 @@ class PushedPrepareAndFinalize(CollectivePrepareAndFinalize):
     CommunicationError.
     """
 
-    def __init__(
-        self,
-        config: FusedMoEConfig,
-        groups: ParallelGroups | None = None,
-        *,
-        placement: ExpertPlacement | None = None,
-    ) -> None:
-        super().__init__(config, groups, placement=placement)
-        #: Buffer sizes of a call, keyed by the largest number of tokens per rank.
-        self._forms: dict[int, Form] = {}
-
     @property
     @abstractmethod
     def missing(self) -> list[int]:
@@ -144,8 +125,8 @@ class PushedPrepareAndFinalize(CollectivePrepareAndFinalize):
                 "output); outputs since then are NaN; recreate the groups and layers on all ranks"
             )
 
-    def form(self, capacity: int, hidden_states: Tensor, quantize_as: QuantKey | None) -> Form:
-        """Return the sizes of a call; cached because each call needs them.
+    def form_of(self, capacity: int, hidden_states: Tensor, quantize_as: QuantKey | None) -> Form:
+        """Return the sizes of a call.
 
         Args:
             capacity: Largest number of tokens that a rank brings.
@@ -155,19 +136,15 @@ class PushedPrepareAndFinalize(CollectivePrepareAndFinalize):
         Returns:
             The sizes.
         """
-        code, found = self.code(hidden_states, quantize_as), self._forms.get(capacity)
-        if found is not None and found.code is code:
-            return found
-        if len(self._forms) >= _MOST_FORMS:
-            self._forms.clear()
-        parallel, config = self.ranks.parallel, self.config
-        shape = ExchangeShape(parallel.dp_size, capacity, code.columns, config.top_k, code.dtype)
+        return self.form(capacity, hidden_states, quantize_as, bound(self._new_form, hidden_states.device))
+
+    def _new_form(self, device: torch.device, capacity: int, code: TokenCode) -> Form:
+        parallel, top_k = self.ranks.parallel, self.config.top_k
+        shape = ExchangeShape(parallel.dp_size, capacity, code.columns, top_k, code.dtype)
         encoding = code.columns, code.dtype, code.code_dtype, code.scale_dtype, code.groups
-        stride = self.destinations.tables(hidden_states.device).stride
-        rank = parallel.dp_size, parallel.dp_rank, self.copies, self.destinations.offset, stride, self.ranks.timeout
-        kind = capacity, config.top_k, *encoding, *rank
-        found = self._forms[capacity] = Form(shape, code, shape.nbytes_of(code), kind)
-        return found
+        where = self.copies, self.destinations.offset, self.destinations.tables(device).stride
+        kind = capacity, top_k, *encoding, parallel.dp_size, parallel.dp_rank, *where, self.ranks.timeout
+        return Form(shape, code, shape.nbytes_of(code), kind)
 
     def handle(
         self, form: Form, buffer: ExchangeBuffer, hidden_states: Tensor, release: Callable[[], None]
