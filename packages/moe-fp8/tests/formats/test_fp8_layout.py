@@ -408,7 +408,7 @@ def test_zero_points(tmp_path: Path, value: float) -> None:
 def test_two_scales(tmp_path: Path) -> None:
     tensors, quantization = stored(PER_TENSOR)
     tensors |= {f"{PREFIX}.{e}.up_proj.weight_scale_inv": torch.ones(()) for e in range(E)}
-    refused(tmp_path, tensors, quantization, "weight_scale_inv and", "weight_scale are both there")
+    refused(tmp_path, tensors, quantization, "weight_scale_inv and", "weight_scale are both present")
 
 
 def test_only_the_asked_experts_are_read(tmp_path: Path) -> None:

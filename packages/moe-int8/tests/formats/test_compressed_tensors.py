@@ -337,11 +337,11 @@ def test_a_stated_shape_that_is_another(tmp_path: Path) -> None:
     tensors = packed(w4(64).tensors(Tensor.bfloat16))
     tensors[f"{PREFIX}.2.gate_proj.weight_shape"] = torch.tensor([128, 255])
     quantization = config(int4_group(64), TOKEN, "pack-quantized")
-    message = f"{PREFIX}.2.gate_proj.weight_shape says [128, 255], expected [128, 256]"
+    message = f"{PREFIX}.2.gate_proj.weight_shape states [128, 255], expected [128, 256]"
     refused(tmp_path / "a", tensors, quantization, message, **SIZES)
     del tensors[f"{PREFIX}.2.gate_proj.weight_shape"]
     both = w4(64).tensors(Tensor.bfloat16) | packed(w4(64).tensors(Tensor.bfloat16))
-    refused(tmp_path / "b", both, quantization, "weight and", "weight_packed are both there", **SIZES)
+    refused(tmp_path / "b", both, quantization, "weight and", "weight_packed are both present", **SIZES)
 
 
 def test_matrices_that_are_stored_differently(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_stated_shape(tmp_path: Path) -> None:
     check(source(tmp_path / "a", {**tensors, **shapes}, config(), **SIZES), experts)
     name = f"{PREFIX}.1.up_proj.weight_shape"
     wrong = {**tensors, **shapes, name: torch.tensor([64, 48])}
-    refused(tmp_path / "b", wrong, config(), f"{name} says [64, 48], expected [64, 96]", **SIZES)
+    refused(tmp_path / "b", wrong, config(), f"{name} states [64, 48], expected [64, 96]", **SIZES)
 
 
 def test_ignore_lists_are_not_believed(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_extra_config(tmp_path: Path, name: str) -> None:
     [
         ({f"{PREFIX}.1.up_proj": {"bits": 16}}, f"bits is 4 for {PREFIX}.0.down_proj and 16 for {PREFIX}.1.up_proj"),
         ({"down_proj": {"sym": False}}, f"sym is False for {PREFIX}.0.down_proj and True for {PREFIX}.0.gate_proj"),
-        ({"[": {"bits": 8}}, "extra_config: the key '[' is no pattern"),
+        ({"[": {"bits": 8}}, "extra_config: the key '[' is not a valid regular expression"),
         ({"mlp": {"bits": 3}}, "data_type is 'int' with 3 bits, expected 'int' with 4 or 8"),
         ([], "extra_config is [], expected an object"),
     ],

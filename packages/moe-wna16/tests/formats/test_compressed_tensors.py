@@ -374,7 +374,7 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     ),
     "type of words": ("weight_packed", Tensor.long, f"{UP}.weight_packed has dtype int64, expected int32"),
     "NaN": ("weight_scale", lambda t: t * float("nan"), f"{UP}.weight_scale has 144 NaN or Inf values of 144"),
-    "stated shape": ("weight_shape", lambda t: t + 1, f"{UP}.weight_shape says [49, 97], expected [48, 96]"),
+    "stated shape": ("weight_shape", lambda t: t + 1, f"{UP}.weight_shape states [49, 97], expected [48, 96]"),
 }
 
 

@@ -331,7 +331,7 @@ def test_settings_of_some_modules(tmp_path: Path) -> None:
     [
         ({r".*\.down_proj": {"group_size": 64}}, "group_size is 64 for"),
         ({r".*experts\.1\..*": {"bits": 8}}, f"bits is 4 for {PREFIX}.0.down_proj and 8 for {PREFIX}.1.down_proj"),
-        ({"+:(": {"bits": 8}}, "the key '(' is no pattern"),
+        ({"+:(": {"bits": 8}}, "the key '(' is not a valid regular expression"),
         ({".*": 4}, "dynamic: .* is 4, expected an object"),
     ],
     ids=["projections", "experts", "pattern", "type"],
