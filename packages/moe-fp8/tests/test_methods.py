@@ -245,7 +245,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     assert torch.equal(layer.w13_weight_scale[0, 96:], scale)  # type: ignore[index]
     for name, tensor, shard, expert, message in (
         ("w13_scale", scale, "w1", 0, "w13_scale"),
-        ("w13_weight_scale", scale, "w2", 0, "w13_weight_scale .*'w2'"),
+        ("w13_weight_scale", scale, "w2", 0, "'w2' .*w13_weight_scale"),
         ("w13_weight_scale", scale, "w1", 4, "expert_id .*4"),
         ("w13_weight_scale", scale[:, :1], "w1", 0, r"\(w1 of .*\[96, 1\]"),
         ("w13_weight_scale", scale.float(), "w1", 0, "torch.float32"),

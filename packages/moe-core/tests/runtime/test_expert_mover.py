@@ -83,7 +83,7 @@ def test_a_move_that_fails_loses_nothing(tmp_path: Path) -> None:
             found.pop("named"),
             (
                 "placement is [[0, 1], [2, 3], [4, 5], [6, 7]], expected an ExpertPlacement",
-                "the placement is on 2 ranks, ep_size is 4",
+                "the placement is for 2 ranks, but ep_size is 4",
                 "groups is FusedMoEParallelConfig(tp_size=1, ",
                 "parallel is a moe_core.parallel.distributed.groups.ParallelGroups",
                 "groups is FusedMoEParallelConfig(tp_size=1, ",

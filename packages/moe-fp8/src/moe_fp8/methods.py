@@ -136,7 +136,7 @@ class Fp8MoEMethod(ABC):
             )
         shards = ("w2",) if name.startswith("w2") else ("w1", "w3") if self.config.is_gated else ("w1",)
         if shard_id not in shards:
-            raise TensorError(f"{name} holds {' and '.join(shards)}, got shard_id {shard_id!r}")
+            raise TensorError(f"shard_id {shard_id!r} is invalid for {name}; expected {' or '.join(shards)}")
         if not 0 <= expert_id < self.config.local_experts:
             raise TensorError(f"{name}: expert_id is {expert_id}, expected 0..{self.config.local_experts - 1}")
         parameter: Tensor = getattr(layer, name)

@@ -19,6 +19,8 @@ def deinterleave(tensor: Tensor) -> Tensor:
         TensorError: the number of rows is odd.
     """
     if tensor.dim() < 2 or tensor.shape[1] % 2:
-        raise TensorError(f"gate and up rows in turns are an even number, got shape {list(tensor.shape)}")
+        raise TensorError(
+            f"tensor has shape {list(tensor.shape)}, expected an even number of rows: gate and up, interleaved"
+        )
     experts, rows = tensor.shape[:2]
     return tensor.view(experts, rows // 2, 2, *tensor.shape[2:]).transpose(1, 2).reshape(tensor.shape)

@@ -18,7 +18,7 @@ from moe_core.spec.weights import MoEWeights
 class Requantizes(Protocol):
     """Experts that require coarser scales, or powers of two, also for activations.
 
-    They say so in the notes of their claims. Their ``convert`` then only rearranges the result of :meth:`requantized`.
+    The notes of their claims state it. Their ``convert`` then only rearranges the result of :meth:`requantized`.
     """
 
     def requantized(self, weights: MoEWeights) -> MoEWeights:

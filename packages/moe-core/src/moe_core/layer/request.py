@@ -72,7 +72,9 @@ class LayerRequest:
         object.__setattr__(self, "parallel", parallel)
         if self.placement is not None and self.experts is None:
             if self.placement.ep_size != parallel.ep_size:
-                raise ConfigError(f"the placement is on {self.placement.ep_size} ranks, ep_size is {parallel.ep_size}")
+                raise ConfigError(
+                    f"the placement is for {self.placement.ep_size} ranks, but ep_size is {parallel.ep_size}"
+                )
             object.__setattr__(self, "experts", self.placement.ranks[parallel.ep_rank])
 
 

@@ -91,4 +91,4 @@ def _kernels(layers: Layers) -> Iterator[tuple[FusedMoEKernel, FusedMoELayer | N
             continue
         found += 1
     if not found:
-        raise ConfigError("there is no FusedMoELayer among the layers: give the model, its layers or their kernels")
+        raise ConfigError("layers contains no FusedMoELayer: pass the model, its layers or their kernels")

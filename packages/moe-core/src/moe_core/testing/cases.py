@@ -190,7 +190,7 @@ def conformance_cases(
 
     Args:
         experts: Experts class.
-        target: Device the experts are told they run on. It may differ from the device of the tensors, for example for a
+        target: Device that the experts are created for. It may differ from the device of the tensors, for example for a
             GPU kernel in the Triton interpreter.
         budget: "small" or "full".
         on_gpu: Whether the tensors are on a GPU, so that graphs, synchronization and memory can be checked.

@@ -28,7 +28,7 @@ from moe_core.testing.data import Inputs, make_inputs, make_lora, make_weights
 
 #: bytes that fill workspaces and outputs before a call; as floats they are NaN, and huge but finite
 _POISON = bytes([0xFF] * 64 + [0x7B] * 64)
-#: devices that experts are told they run on if none of their own is present: in the Triton interpreter, or for
+#: target devices of experts on a machine without one: in the Triton interpreter, or for
 #: conversion only
 PRETENDED = ("sm90", "sm100", "sm89", "sm80", "sm120", "gfx950", "gfx942")
 _GUARD = 512  # guard bytes around workspace and output that must stay unchanged
@@ -54,7 +54,7 @@ class Place:
 
     Attributes:
         device: Device of the tensors.
-        target: Device that the experts are told they run on.
+        target: Device that the experts are created for.
     """
 
     device: torch.device

@@ -37,7 +37,7 @@ from moe_core.testing.launches import Example
 SIZES = ((16, 8, 7168, 2048), (16, 8, 2048, 768), (16, 6, 2688, 1856), (6, 2, 1104, 1000), (8, 1, 1024, 512))
 #: token counts whose launch configurations are examined; one and two have dedicated kernels, with more variants
 TOKENS = (1, 2, 8, 24, 40, 80, 160, 400, 1200, 5000, 1, 2)
-#: fields of the layer's config, by name of the feature
+#: fields of the layer's config that enable a feature, keyed by the feature's name
 FEATURES: dict[str, dict[str, Any]] = {
     "silu": {},
     "relu2_no_mul": {"activation": MoEActivation.RELU2_NO_MUL},

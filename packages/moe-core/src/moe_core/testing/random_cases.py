@@ -84,7 +84,7 @@ def random_cases(
         experts: Experts class.
         count: Number of cases.
         seed: Seed of the draws.
-        target: Device that the experts are told they run on.
+        target: Device that the experts are created for.
         large: Whether to draw sizes for a GPU.
 
     Returns:

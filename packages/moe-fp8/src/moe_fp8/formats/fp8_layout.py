@@ -92,7 +92,8 @@ class Fp8Storage(ExpertStorage):
         mixed = is_interleaved(layer)
         if mixed and block_rows > 1 and block_rows % 2:
             raise CheckpointError(
-                f"{layer.prefix} has gate and up rows in turns and blocks of {block_rows} rows, expected an even number"
+                f"{layer.prefix} has interleaved gate and up rows and blocks of {block_rows} rows, expected an "
+                "even number"
             )
         shared = block_rows > 1 and not mixed and _shares_block(layer, block_rows, transposed)
         rows = math.gcd(_stacked_rows(layer, transposed) // 2, block_rows) if shared else block_rows

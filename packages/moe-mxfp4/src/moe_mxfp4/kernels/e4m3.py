@@ -117,7 +117,7 @@ def open_words(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_words(state, b_desc, k, K, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Load a tile [BLOCK_N, BLOCK_K / 8] of words and its powers [BLOCK_N].
+    """Load a tile [BLOCK_N, BLOCK_K / 8] of packed weights and their exponents [BLOCK_N].
 
     Rows are padded to whole steps.
     """

@@ -27,7 +27,7 @@ from moe_wna16.formats.packing import Packing, by_rows, g_idx, group_count, rows
 
 @dataclass(frozen=True)
 class CompressedTensorsPacking(Packing):
-    """Packing of compressed-tensors; dtypes and names tell its variants apart.
+    """Packing of compressed-tensors; its variants differ in dtypes and names.
 
     Gemma 4 stores all experts in one tensor: ``experts.gate_up_proj_packed`` and ``_scale``.
     """

@@ -64,7 +64,7 @@ NORM, SCALE, GROUPS, TOP_GROUPS = "norm_topk_prob", "routed_scaling_factor", "n_
 
 
 def _softmax(renormalize: bool | Required) -> Family:
-    """Softmax over all experts, renormalized if config.json says so."""
+    """Softmax over all experts, renormalized if config.json requests it."""
     return Family(reads={NORM: renormalize})
 
 

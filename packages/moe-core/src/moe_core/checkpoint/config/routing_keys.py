@@ -126,7 +126,7 @@ def _groups(entries: ConfigKeys, family: Family) -> tuple[int | None, int | None
 
 def _has_correction_bias(entries: ConfigKeys, family: Family, corrects: bool) -> bool:
     if keys.BIAS_SWITCH[0] in family.reads:
-        # Without the entry, the presence of the tensor decides.
+        # If config.json lacks the entry, routing uses a correction bias if the tensor exists.
         switch = entries.boolean(keys.BIAS_SWITCH)
         return family.correction_bias and (corrects if switch is None else switch)
     return _boolean(entries, family, keys.BIAS_SWITCH, family.correction_bias)

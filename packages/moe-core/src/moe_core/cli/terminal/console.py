@@ -79,7 +79,7 @@ def complain(text: str) -> None:
     try:
         print("\n".join(map(_shortened, text.split("\n"))), file=sys.stderr, flush=True)
     except OSError:
-        # There is nobody left to tell.
+        # Nothing can be printed any more.
         _to_nowhere(sys.stderr)
 
 

@@ -145,7 +145,7 @@ class ParallelGroups(SharedByCopies):
             )
             if parallel.world_size != len(members):
                 raise ConfigError(
-                    f"tp_size {tp_size} x ep_size {ep_size} = {parallel.world_size} ranks, there are {len(members)}"
+                    f"tp_size {tp_size} x ep_size {ep_size} = {parallel.world_size} ranks, but there are {len(members)}"
                 )
             _ = parallel.token_sharing
             first = parallel.ep_rank * tp_size

@@ -487,7 +487,7 @@ def rules_of(problem: LayerProblem) -> LaunchRules:
 
 @lru_cache(maxsize=1024)
 def regimes_of(problem: LayerProblem) -> Regimes:
-    """Return the table of a layer.
+    """Return the regimes of tile configurations for a layer.
 
     Args:
         problem: The layer.
