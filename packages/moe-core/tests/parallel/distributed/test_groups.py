@@ -30,7 +30,7 @@ def test_groups_of_four_ranks() -> None:
             found["refused"],
             (
                 "ConfigError: process groups can't be pickled",
-                "ConfigError: tp_size 3 x ep_size 1 = 3 ranks, but there are 4" if rank < 3 else "ConfigError: rank 3 is",
+                "ConfigError: tp_size 3 x ep_size 1 = 3 ranks, but" if rank < 3 else "ConfigError: rank 3 is",
                 "ConfigError: dp_size is 3, expected 1 or 4: the 4 ranks of the layer share one batch",
                 *(
                     f"ConfigError: timeout is {limit}, expected a positive number"
