@@ -64,7 +64,9 @@ def candidate(found: PrepareFinalizeSelection, name: str) -> Any:
 def test_tokens_that_cross_ranks_have_no_monolithic_experts(oracle: Oracle) -> None:
     found = select(oracle, ep=8, dp=8)
     pairs = {c.backend: c.reasons for c in candidate(found, "alltoall").report.candidates}
-    assert pairs["routes"] == ("behind alltoall: Routes routes by itself, after tokens have been moved",)
+    assert pairs["routes"] == (
+        "behind alltoall: Routes is monolithic: it routes itself, after tokens have been dispatched",
+    )
     assert "behind alltoall: Gathers does not work behind alltoall" in pairs["gathers"]
     assert pairs["quantized"] == ()
     assert candidate(found, "alltoall").report.chosen.backend == "quantized"

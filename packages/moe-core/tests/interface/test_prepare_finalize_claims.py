@@ -61,12 +61,12 @@ def test_every_reason_is_given() -> None:
             "does not work with the same tokens on all ranks (dp_size 1)",
             "does not take hidden states in bfloat16, takes float16",
             "does not work with tensor parallelism (tp_size 2)",
-            "is not batch invariant: ranks are added up in an order that other tokens may change",
+            "is not batch invariant: the order in which it adds partial sums depends on other tokens",
             "needs max_num_tokens",
             "needs hidden_size to be a multiple of 64, got 96",
             "needs top_k <= 1, got 2",
             "needs at most 2 ranks, got 4",
-            "brings the standard activation format, the experts take batched",
+            "returns the standard activation format, but the experts take batched",
             "does not transfer adapter_ids (LoRA)",
             "Choosy does not work behind narrow",
         ),
@@ -86,7 +86,7 @@ def test_prepare_finalize_within_a_rank(kind: Any) -> None:
         "does not work with tokens of each rank's own (dp_size = tp_size * ep_size)"
     ]
     assert kind.unsupported_reasons(config, MonolithicToyExperts, CPU) == [
-        "MonolithicToyExperts routes by itself, after tokens have been moved"
+        "MonolithicToyExperts is monolithic: it routes itself, after tokens have been dispatched"
     ]
 
 

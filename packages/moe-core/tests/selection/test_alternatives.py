@@ -179,7 +179,7 @@ def test_one_thing_is_changed_or_two(
     assert [str(alternative) for alternative in found.alternatives] == expected
     assert found.fallback is not None
     if not expected:
-        assert found.fallback.endswith("; nothing else that could be asked for has one that does")
+        assert found.fallback.endswith("; no other request has one that fits")
 
 
 @pytest.mark.parametrize(

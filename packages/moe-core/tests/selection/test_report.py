@@ -227,7 +227,7 @@ def reasons(claims_change: dict[str, object], config: FusedMoEConfig = CONFIG, *
             {"parallel": FusedMoEParallelConfig(ep_size=2, dp_size=2)},
             "all-to-all backend allgather_reducescatter",
         ),
-        ({"routing_methods": frozenset({RoutingMethodType.Renormalize})}, {}, "the config names no routing"),
+        ({"routing_methods": frozenset({RoutingMethodType.Renormalize})}, {}, "the config has no routing"),
     ],
 )
 def test_each_claim_has_its_reason_and_no_other(

@@ -291,7 +291,7 @@ def test_only_what_the_kernel_reads_is_taken():
     assert "multiple of 32, got 80" in reasons(replace(LAYER, intermediate_size=80))
     assert "does not compute the activation relu2_no_mul" in reasons(replace(LAYER, activation="relu2_no_mul"))
     assert "hidden states in float16, takes bfloat16" in reasons(replace(LAYER, dtype=torch.float16))
-    assert "routes by itself, and the config names no routing" in reasons(replace(LAYER, routing=None))
+    assert "is monolithic (it routes itself), but the config has no routing" in reasons(replace(LAYER, routing=None))
     assert reasons(replace(OAI, routing=None), experts=TrtLlmMxfp4ExpertsModular) == ""
     unknown = replace(LAYER, routing=RoutingConfig.from_method(RoutingMethodType.Default))
     assert "does not compute the routing method Default" in reasons(unknown)

@@ -265,7 +265,7 @@ def test_only_what_the_kernel_reads_is_taken():
     assert "multiple of 256, got 384" in reasons(replace(LAYER, hidden_size=384))
     assert "does not add biases" in reasons(replace(LAYER, has_bias=True))
     assert "hidden states in float16, takes bfloat16" in reasons(replace(LAYER, dtype=torch.float16))
-    assert "routes by itself, and the config names no routing" in reasons(replace(LAYER, routing=None))
+    assert "is monolithic (it routes itself), but the config has no routing" in reasons(replace(LAYER, routing=None))
     assert "multiple of 4 experts, got 6" in reasons(replace(LAYER, num_experts=6, num_local_experts=6))
 
 

@@ -26,10 +26,7 @@ def lfs_hint(path: Path) -> str:
     Returns:
         Text of an error message.
     """
-    return (
-        f"{path} is a Git LFS pointer, a text that stands for the file: "
-        f"get the files themselves with: git lfs pull, in {path.parent}"
-    )
+    return f"{path} is a Git LFS pointer: download the files with: git lfs pull, in {path.parent}"
 
 
 def hub_hint(path: Path) -> str:
@@ -78,4 +75,4 @@ def incomplete_hint(folder: Path) -> str:
     if not found:
         return ""
     count = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"; the download is not complete ({found[0].name}{count}): run it again, it goes on where it stopped"
+    return f"; the download is not complete ({found[0].name}{count}): run it again to resume"

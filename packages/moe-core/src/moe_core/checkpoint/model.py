@@ -207,12 +207,12 @@ def _routing(
         return chosen, None
     model_type = entries.model_type
     if family.per_call is not None:
-        return None, f"routing of model_type {model_type!r} is not computed here: {family.per_call}"
+        return None, f"routing of model_type {model_type!r} is not supported: {family.per_call}"
     kind = entries.text(keys.LAYER_KIND)
     if "hash" in kind if kind is not None else router.layer.index < (entries.number(keys.HASH_LAYERS) or 0):
         return None, f"{router.layer.block} chooses experts by the ids of the tokens, which it is not given"
     if router.others:
-        return None, f"{', '.join(router.others)} takes part in routing, which is not computed here"
+        return None, f"{', '.join(router.others)} takes part in routing, which is not supported"
     if family_of(model_type) is None and entries.boolean(keys.RENORMALIZE) is None:
         return None, (
             f"{entries.file}: model_type {model_type!r} is not known, and no {keys.RENORMALIZE[0]} says how it routes"

@@ -335,7 +335,7 @@ class Claims:
         if self.routing_methods is not None:
             method = config.routing.method if config.routing is not None else None
             if method is None:
-                reasons.append("routes by itself, and the config names no routing")
+                reasons.append("is monolithic (it routes itself), but the config has no routing")
             elif method not in self.routing_methods:
                 reasons.append(f"does not compute the routing method {method.name}")
         return reasons

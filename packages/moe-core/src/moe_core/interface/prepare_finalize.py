@@ -216,14 +216,14 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         found = cls.claims.reasons_against(config, device, environment or Environment.current())
         if config.activation_format is not cls.activation_format:
             found.append(
-                f"brings the {cls.activation_format.value} activation format, the experts take "
+                f"returns the {cls.activation_format.value} activation format, but the experts take "
                 f"{config.activation_format.value}"
             )
         if config.is_lora_enabled and not cls.lora:
             found.append("does not transfer adapter_ids (LoRA)")
         if experts is not None:
             if experts.is_monolithic and not cls.monolithic:
-                found.append(f"{experts.__name__} routes by itself, after tokens have been moved")
+                found.append(f"{experts.__name__} is monolithic: it routes itself, after tokens have been dispatched")
             named = experts.claims.all2all
             if cls.collective and named is not None and cls.name not in named:
                 found.append(f"{experts.__name__} does not work behind {cls.name}")

@@ -95,7 +95,7 @@ class PrepareFinalizeClaims:
         if parallel.tp_size > 1 and not self.tensor_parallel:
             reasons.append(f"does not work with tensor parallelism (tp_size {parallel.tp_size})")
         if config.batch_invariant and not self.batch_invariant:
-            reasons.append("is not batch invariant: ranks are added up in an order that other tokens may change")
+            reasons.append("is not batch invariant: the order in which it adds partial sums depends on other tokens")
         if self.bounded and config.max_num_tokens is None:
             reasons.append("needs max_num_tokens in the config, the largest number of tokens per rank")
         if config.hidden_size % self.hidden_multiple:

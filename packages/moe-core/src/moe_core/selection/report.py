@@ -147,7 +147,7 @@ class SelectionReport:
             return None
         slow = f"no GPU kernel fits on {self.device}: {self.chosen.backend} runs the layer as a loop driven by the host"
         if not self.alternatives:
-            return f"{slow}; nothing else that could be asked for has one that does"
+            return f"{slow}; no other request has one that fits"
         return f"{slow}; {'; '.join(map(str, self.alternatives))}"
 
     @property

@@ -86,13 +86,13 @@ def _plan(data: dict[str, Any], layer: int = 0, number: int = 1) -> dict[str, An
             "swap_ab is False, which no built-in choice for such a layer has",
         ),
         (lambda d: _plan(d)["gemm2"].update(split_k=16), "split_k is 16, but the mainloop has 6 steps"),
-        (lambda d: _plan(d)["gemm1"].update(split_k=16), "partial sums of 64 tokens have no room"),
+        (lambda d: _plan(d)["gemm1"].update(split_k=16), "partial sums of 64 tokens do not fit the workspace"),
         # few rows sum each step by itself, many multiply the weights by their scales
-        (lambda d: _plan(d)["gemm1"].update(block_m=128), "round otherwise than the built-in choice"),
+        (lambda d: _plan(d)["gemm1"].update(block_m=128), "round differently from the built-in choice"),
         (lambda d: _plan(d, 0, 0)["gemm1"].update(block_n=16, block_w=32, num_warps=8), "without four words each"),
         (lambda d: d["layers"][0]["ranges"][0].update(last=1, plan=_plan(d, 1, 0)), "swap_ab is False"),
         (lambda d: _plan(d, 1, 0)["gemm1"].update(block_n=64), "block_n is 64, expected one of [128]"),
-        (lambda d: _plan(d, 1, 0)["gemm1"].update(warp_specialized=True), "tiles of its own"),
+        (lambda d: _plan(d, 1, 0)["gemm1"].update(warp_specialized=True), "fixed tiles"),
     ],
 )
 def test_what_no_kernel_takes_is_refused(change: Callable[[dict[str, Any]], object], part: str) -> None:

@@ -150,5 +150,5 @@ def unsupported_names(names: Iterable[str]) -> str | None:
         if ".switch_mlp." in name:
             return f"{name} is MLX's, whose layout is not supported; {INSTEAD}"
         if ".mlp.mlp1_weight" in name:
-            return f"{name} is gpt-oss under OpenAI's own names: the files that transformers reads are expected"
+            return f"{name} has OpenAI's original tensor names of gpt-oss; expected the files for transformers"
     return None

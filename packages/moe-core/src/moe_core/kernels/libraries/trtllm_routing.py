@@ -104,7 +104,7 @@ class TrtLlmRouting(TrtLlmExperts, FusedMoEExpertsMonolithic):
             reasons.append(f"needs more experts than top_k {top_k}, got {experts}")
         if config.local_experts * config.parallel.ep_size != experts:
             reasons.append(
-                f"needs the contiguous experts of a rank: {config.local_experts} of {experts} experts are here, "
+                f"needs the contiguous experts of a rank: {config.local_experts} of {experts} experts are local, "
                 f"and ep_size is {config.parallel.ep_size}"
             )
         if routing is None:

@@ -85,7 +85,7 @@ def _of_layer(
     device: DeviceInfo,
 ) -> TuningChoice:
     if not issubclass(experts, GroupedExperts):
-        return TuningChoice(source, reason=f"{experts.__name__} chooses its launches itself")
+        return TuningChoice(source, reason=f"{experts.__name__} selects its launches itself")
     if config.batch_invariant:
         return TuningChoice(source, reason="a batch-invariant layer keeps one configuration for all numbers of tokens")
     made = experts(config, weight_key=keys[0], activation_key=keys[1], device=device)

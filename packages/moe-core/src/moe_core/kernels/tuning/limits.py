@@ -115,7 +115,7 @@ def refusals(problem: LayerProblem, plan: Plan, first: int, last: int) -> list[s
         for one in edges:
             allowed.add(rounding(problem, getattr(one, name)))
         if rounding(problem, config) not in allowed:
-            found.append(f"{name}: {config.block_m} rows, by this kernel, round otherwise than the built-in choice")
+            found.append(f"{name}: {config.block_m} rows of this kernel round differently from the built-in choice")
     return found
 
 
@@ -135,37 +135,40 @@ def _numbers(plan: Plan) -> Iterator[str]:
 def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
     own = gemv_plan(problem, last)
     if own is None:
-        yield f"kernels for unsorted pairs are not for {last} tokens of this layer"
+        yield f"the kernel for unsorted pairs does not support {last} tokens of this layer"
         return
     pairs = problem.top_k if plan.fuse_finalize else 1
     scaled = problem.family == "scaled_mm"
     if pairs > 1 and not scaled:
-        yield f"fuse_finalize: kernels of words add up no pairs of a token, which has {pairs}"
+        yield f"fuse_finalize needs 1 pair per token in the GEMV kernel, got {pairs}"
     if pairs & (pairs - 1) or pairs > plan.gemm2.num_warps:
-        yield f"gemm2: {plan.gemm2.num_warps} warps share no {pairs} pairs"
+        yield f"gemm2: {plan.gemm2.num_warps} warps must not exceed the {pairs} pairs per tile"
     numbers = pairs * problem.intermediate_size * (1 if problem.element == "int8" else 2)
     if plan.fuse_finalize and scaled and numbers > _VECTORS:
-        yield f"fuse_finalize: vectors of {pairs} pairs take {numbers} bytes of shared memory, of {_VECTORS} for them"
+        yield (
+            f"fuse_finalize: vectors of {pairs} pairs take {numbers} bytes of shared memory, expected at most "
+            f"{_VECTORS}"
+        )
     for name, config in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
         built_in: GemvConfig = getattr(own, name)
         most = 64 * pairs if name == "gemm2" else 64
         if config.block_n < 16 and not (plan.fuse_finalize and scaled and name == "gemm2"):
-            yield f"{name}: block_n is {config.block_n}, a program has at least 16 rows"
+            yield f"{name}: block_n is {config.block_n}, expected at least 16 rows per program"
         if config.mma_sync != built_in.mma_sync:
             yield f"{name}: mma_sync is {config.mma_sync}, which no built-in choice for such a layer has"
         if config.block_n * config.block_w < 4 * 32 * config.num_warps:
             yield f"{name}: block_n x block_w leaves threads of {config.num_warps} warps without four words each"
         if config.mma_sync and (config.num_warps != 4 or config.block_n not in (16, 32, 64)):
-            yield f"{name}: by mma.sync four warps have 16, 32 or 64 rows"
+            yield f"{name}: with mma_sync, block_n must be 16, 32 or 64 rows for four warps"
         if not scaled and name == "gemm1" and config.block_n > WIDEST * (2 if problem.gated else 1):
-            yield f"gemm1: block_n is {config.block_n}, rows of h have room for {WIDEST} columns of a program"
+            yield f"gemm1: block_n is {config.block_n}, expected at most {WIDEST}, the padding of the rows of h"
         if scaled and config.block_w > 128:
-            yield f"{name}: block_w is {config.block_w}, a warp reads at most 128 words of a row at a time"
+            yield f"{name}: block_w is {config.block_w}, expected at most 128 packed words of a row per warp"
         if scaled and config.block_n > most:
             # rows of h are padded to multiples of 128 columns, and a program reads one row of weight scales
-            yield f"{name}: block_n is {config.block_n}, a program has at most {most} rows"
+            yield f"{name}: block_n is {config.block_n}, expected at most {most} rows per program"
         if not scaled and config.num_stages != 1:
-            yield f"{name}: num_stages is {config.num_stages}, which kernels of words do not know"
+            yield f"{name}: num_stages is {config.num_stages}, which the GEMV kernel does not support"
 
 
 def _of_tiles(
@@ -176,7 +179,7 @@ def _of_tiles(
     if not first:
         columns, rows = problem.intermediate_size, problem.hidden_size
     if config.block_m < 16 and (problem.family, problem.capability) != ("mixed_input", 90):
-        yield f"{config.block_m} rows are for repacked weights on sm90"
+        yield f"{config.block_m} rows require repacked weights on sm90"
     if config.tma and problem.capability < 90:
         yield "tensor maps (tma) need sm90 or newer"
     for field in fields(config):
@@ -189,7 +192,7 @@ def _of_tiles(
     if config.block_n not in widths(problem, name):
         yield f"block_n is {config.block_n}, expected one of {sorted(widths(problem, name))}"
     if config.warp_specialized and replace(config, group_m=1) not in {replace(c, group_m=1) for c in own}:
-        yield "the warp-specialized kernel has tiles of its own: only group_m is free"
+        yield "the warp-specialized kernel has fixed tiles: only group_m can change"
     if config.split_k > 1:
         step = BLOCK_N if problem.group_size == -1 else min(problem.group_size, BLOCK_N)
         # float32 operands have a single plan; 8-bit activations of a float32 layer are not float32 operands
@@ -198,7 +201,7 @@ def _of_tiles(
         elif config.split_k > steps_of(columns, step):
             yield f"split_k is {config.split_k}, but the mainloop has {steps_of(columns, step)} steps"
         elif last * problem.top_k * config.split_k * rows > MAX_PARTIALS:
-            yield f"split_k is {config.split_k}: partial sums of {last} tokens have no room"
+            yield f"split_k is {config.split_k}: partial sums of {last} tokens do not fit the workspace"
 
 
 def widths(problem: LayerProblem, name: str) -> frozenset[int]:

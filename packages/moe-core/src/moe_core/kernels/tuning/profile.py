@@ -109,10 +109,10 @@ class TuningProfile:
         if (self.gpu, self.arch) != (device.name, device.arch):
             return f"measured on {self.gpu} ({self.arch}), this is {device}"
         if self.kernels != KERNELS:
-            return f"measured with state {self.kernels} of the kernels, these are {KERNELS}: moe tune measures anew"
+            return f"measured with state {self.kernels} of the kernels, expected {KERNELS}: run moe tune again"
         then, now = self.versions.get("triton"), distribution_version("triton")
         if then is None or now is None or parse_version(then)[:2] != parse_version(now)[:2]:
-            return f"measured with Triton {then}, this is {now}: moe tune measures anew"
+            return f"measured with Triton {then}, this is {now}: run moe tune again"
         return None
 
     def find(self, weight_key: str | None, activation_key: str | None, problem: LayerProblem) -> Tuned | None:

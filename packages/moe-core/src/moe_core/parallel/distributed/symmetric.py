@@ -106,7 +106,7 @@ def _own_reasons(device: torch.device) -> list[str]:
         return [f"has torch's symmetric memory on {backend}, expected TORCH_SYMMMEM=CUDA"]
     with _without_multicast():
         if _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device.index or 0):
-            return [f"has a torch that sets up NVLink multicast in spite of {_NO_MULTICAST}=1"]
+            return [f"has a torch version that sets up NVLink multicast despite {_NO_MULTICAST}=1"]
     return []
 
 

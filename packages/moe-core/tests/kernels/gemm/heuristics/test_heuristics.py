@@ -525,7 +525,9 @@ def test_pairs_are_added_up_at_the_end_of_gemm2(kind: str, shape: tuple[int, int
             assert plan.gemm2.block_n % (32 // lanes * plan.gemm2.num_warps) == 0
             assert not refusals(problem, plan, tokens, tokens)
             few = replace(plan, gemm2=replace(plan.gemm2, num_warps=shape[1] // 2))
-            assert shape[1] == 1 or f"share no {shape[1]} pairs" in "".join(refusals(problem, few, tokens, tokens))
+            assert shape[1] == 1 or f"must not exceed the {shape[1]} pairs" in "".join(
+                refusals(problem, few, tokens, tokens)
+            )
     assert fused == list(range(1, most + 1))
 
 
@@ -573,7 +575,7 @@ def test_one_pair_of_a_token_needs_no_finalize_for_words_either() -> None:
         assert plan.fuse_finalize
         assert not refusals(problem, plan, 1, 1)
         two = problem_of(kind, (16, 2, *shape[2:]))
-        assert refusals(two, plan, 1, 1) == ["fuse_finalize: kernels of words add up no pairs of a token, which has 2"]
+        assert refusals(two, plan, 1, 1) == ["fuse_finalize needs 1 pair per token in the GEMV kernel, got 2"]
 
 
 def test_rows_of_other_ranks_share_more_than_they_seem_to() -> None:
@@ -593,7 +595,7 @@ def test_rows_of_h_have_room_for_a_program_of_words() -> None:
     wide = replace(plan, gemm1=GemvConfig(256, 32, 4))
     assert not refusals(problem_of("mixed int4", (128, 8, 2048, 1408)), wide, 1, 1)
     plain = problem_of("mixed int4", (128, 8, 2048, 1408), gated=False)
-    assert refusals(plain, wide, 1, 1) == ["gemm1: block_n is 256, rows of h have room for 128 columns of a program"]
+    assert refusals(plain, wide, 1, 1) == ["gemm1: block_n is 256, expected at most 128, the padding of the rows of h"]
 
 
 def test_vectors_of_all_pairs_of_a_token_have_room() -> None:
@@ -602,10 +604,10 @@ def test_vectors_of_all_pairs_of_a_token_have_room() -> None:
     assert plan is not None
     fused = replace(plan, gemm2=GemvConfig(64, 64, 8, num_stages=2), fuse_finalize=True)
     assert refusals(problem, fused, 1, 1) == [
-        "fuse_finalize: vectors of 8 pairs take 262144 bytes of shared memory, of 131072 for them"
+        "fuse_finalize: vectors of 8 pairs take 262144 bytes of shared memory, expected at most 131072"
     ]
     narrow = replace(plan, gemm2=replace(plan.gemm2, block_n=8))
-    assert "gemm2: block_n is 8, a program has at least 16 rows" in refusals(problem, narrow, 1, 1)
+    assert "gemm2: block_n is 8, expected at least 16 rows per program" in refusals(problem, narrow, 1, 1)
 
 
 def test_a_plan_between_the_numbers_of_tokens_that_are_asked_is_one_of_the_layer() -> None:
