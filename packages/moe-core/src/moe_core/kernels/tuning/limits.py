@@ -142,7 +142,7 @@ def _of_gemv(problem: LayerProblem, plan: GemvPlan, last: int) -> Iterator[str]:
     if pairs > 1 and not scaled:
         yield f"fuse_finalize needs 1 pair per token in the GEMV kernel, got {pairs}"
     if pairs & (pairs - 1) or pairs > plan.gemm2.num_warps:
-        yield f"gemm2: {plan.gemm2.num_warps} warps must not exceed the {pairs} pairs per tile"
+        yield f"gemm2: pairs per token must be a power of two up to num_warps ({plan.gemm2.num_warps}), got {pairs}"
     numbers = pairs * problem.intermediate_size * (1 if problem.element == "int8" else 2)
     if plan.fuse_finalize and scaled and numbers > _VECTORS:
         yield (
