@@ -157,7 +157,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
             replace(GPU, name="NVIDIA H100"),
             "measured on NVIDIA H200 (sm90), this is NVIDIA H100 (sm90)",
         ),
-        (lambda d: d.update(kernels=KERNELS + 1), GPU, f"state {KERNELS + 1} of the kernels, these are {KERNELS}"),
+        (lambda d: d.update(kernels=KERNELS + 1), GPU, f"state {KERNELS + 1} of the kernels, expected {KERNELS}"),
         (lambda d: d["versions"].update(triton="2.1.0"), GPU, "measured with Triton 2.1.0, this is"),
         (lambda d: d["versions"].pop("triton"), GPU, "measured with Triton None, this is"),
     ],
