@@ -37,7 +37,7 @@ def test_a_captured_call_is_bit_equal(
     function = FusedFunction(lambda *arguments: left_to_sglang.append(arguments), (KINDS[row].scheme,))
     eager = function(tokens, info, runner(sglang))
     if left_to_sglang:
-        assert "lays weights out anew" in said[0] or "no kernel fits" in said[0]
+        assert "needs a second copy" in said[0] or "no kernel fits" in said[0]
         return
     assert function.kernel is not None
     for name in ("w13", "w2"):
