@@ -69,7 +69,7 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
 def allocate_meeting(SHORT: gl.constexpr):
     """(barrier at which both consumers arrive after a short tile,); () if not `SHORT`.
 
-    The memory of a barrier that is never waited for would be given to data: see `moe_kit.hazards`.
+    The memory of a barrier that is never waited for would be given to data: see `tests/kit/moe_kit/hazards.py`.
 
     A wait for a phase also ends while the phase before it is not complete. A consumer does not wait for the other's
     stages. So before the next tile requests one of them, the other consumer must have seen it filled.
@@ -181,7 +181,7 @@ def _draw(counter, total):
     programs = gl.num_programs(0)
     last = gl.maximum(total - programs, 0) + programs - 1
     # `gl.atomic_add` is a branch of one thread, which `ptxas` may not reconverge with its warp before the other
-    # threads read the result: see `moe_kit.hazards`.
+    # threads read the result: see `tests/kit/moe_kit/hazards.py`.
     thread = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     drawn = gl.inline_asm_elementwise(
         """{
