@@ -14,7 +14,7 @@ from moe_transformers.activation import computes
 
 #: submodules of an experts module that a layer of moe-core covers
 _KNOWN_PARTS = ("act_fn",)
-#: soft caps of the activation's inputs, modules or numbers
+#: attributes that hold soft caps (modules or numbers) of the activation's inputs
 _SOFT_CAPS = ("gate_softcap", "up_softcap")
 
 

@@ -151,7 +151,7 @@ def _runs(parts: Iterable[tuple[memoryview, int]]) -> Iterator[tuple[list[memory
     listed = list(parts)
     if not listed:
         return
-    # A layer has many parts, and few are followed by a gap.
+    # For speed, loop over the few gaps, not over the many parts of a layer.
     buffers, offsets = zip(*listed, strict=True)
     gaps = list(map(operator.sub, offsets[1:], map(operator.add, offsets, map(len, buffers))))
     ends = [at for at, gap in enumerate(gaps, 1) if gap]

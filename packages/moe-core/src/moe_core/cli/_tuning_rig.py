@@ -43,7 +43,7 @@ class LayerOnGpu:
         self.config, self.device = layer.config, device
         experts = Oracle.make_experts(self.selection)
         if not isinstance(experts, GroupedExperts):
-            raise TypeError(f"{type(experts).__name__} selects its launches itself")
+            raise TypeError(f"{type(experts).__name__} selects its launches itself, expected a GroupedExperts")
         self.experts = experts
         self.weights = experts.convert(layer.weights())
         self.workspace = Workspace(device)

@@ -138,7 +138,7 @@ def split(found: Iterable[T | PluginFault]) -> tuple[tuple[T, ...], tuple[Plugin
 
 @contextlib.contextmanager
 def printing_aside() -> Iterator[None]:
-    """Redirect what plug-ins print to stderr, for programs whose stdout is their result."""
+    """Send the stdout of plug-ins to stderr, for programs whose own stdout is their result."""
     token = _ASIDE.set(True)
     try:
         yield

@@ -32,10 +32,11 @@ class Role:
 
     Attributes:
         name: Suffix of the field of :class:`moe_core.MoEWeights`: "scale" is ``w13_scale``; empty for the codes.
-        needs: Whether a quantization key requires the tensor; None if it does not depend on a key. It is the activation
-            key for roles of activations, otherwise the weight key. This holds for the next two as well.
-        extents: Rows and columns of the matrix that share an element.
-        dtypes: Valid dtypes, of which this project writes the first.
+        needs: Returns whether a quantization key requires the tensor; None if it does not depend on a key. This
+            function, ``extents`` and ``dtypes`` take the activation key for roles of activations, otherwise the weight
+            key.
+        extents: Returns how many rows and columns of the matrix share an element.
+        dtypes: Returns the valid dtypes, of which this project writes the first.
         per_group: There is one element per group of the weight key, so that ``g_idx`` refers to its columns.
         required: Every backend has the tensor in its quant config. Other tensors may be stored elsewhere.
     """

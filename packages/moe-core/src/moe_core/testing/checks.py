@@ -63,7 +63,7 @@ def check_values(experts: type[FusedMoEExperts], case: Case, place: Place) -> No
     if altered:
         raise AssertionError(f"apply changed {', '.join(altered)}")
     if not same_bits(watched, result):
-        # A second watched call distinguishes the two causes.
+        # If a second watched call repeats the first, calls are deterministic and depend on the buffers' contents.
         again = same_bits(watched_call(kernel, problem), watched)
         cause = "the result depends on what output or workspace held before" if again else "repeated calls differ"
         raise AssertionError(f"{cause}: {int((watched != result).sum())} of {result.numel()} elements")

@@ -119,7 +119,7 @@ def experts_examples(experts: type[GroupedExperts], target: DeviceInfo) -> Itera
     for keys in key_pairs(experts):
         for layout in sorted(experts.claims.formats, key=lambda item: item.value):
             layers = _layers(experts, *keys, layout, target)
-            # Every feature occurs with each pair of keys, and in the end with each token count.
+            # Every feature occurs with each pair of keys; over all pairs, the random order reaches each token count.
             features = draw.sample(sorted(layers), len(layers))
             found: set[object] = set()
             for tokens, feature in zip(TOKENS, itertools.cycle(features), strict=False):

@@ -148,7 +148,7 @@ def open_blocks(b_args, expert, half: tl.constexpr, n, N, BLOCK_N: tl.constexpr)
     scales = b_args.scales + expert.to(tl.int64) * b_args.scale_e
     start = n % PAIR_ROWS if BLOCK_N < PAIR_ROWS else 0
     pair = scales + n // PAIR_ROWS * scale_t
-    # a tile of 256 rows may end before the second pair
+    # a tile of 256 rows spans two pairs of scales; if the last tile has only one, it is read twice
     after = scales + tl.minimum(n // PAIR_ROWS + 1, tiles - 1) * scale_t
     row = n + tl.arange(0, BLOCK_N)
     scale = scales + row // PAIR_ROWS * scale_t + _second(start, BLOCK_N, INTERLEAVED)

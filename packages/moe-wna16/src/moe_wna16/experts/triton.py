@@ -46,7 +46,7 @@ class TritonWNA16Experts(GroupedExperts):
     """Codes dequantized in registers, through the grouped GEMM of ``moe_core.kernels.gemm``."""
 
     family = "as_stored"
-    #: four groups per step, each with a separate partial sum; 304 on sm100 with zero points
+    #: separate partial sums for the four groups of a step take registers; 304 bytes occur on sm100 with zero points
     accepted_spills = (304, 320)
 
     claims = Claims(

@@ -56,7 +56,7 @@ class AwqPacking(Packing):
 
 def _codes(stored: Tensor, matrix: Matrix) -> Tensor:
     count, words = stored.shape[0], stored.shape[2]
-    # The number of columns is even, since they are rows of the other matrix.
+    # The number of columns is even: columns of w13 are rows of w2 and vice versa, and rows are a multiple of 8.
     even, odd = stored[:, 0::2], stored[:, 1::2]
     # combine two columns of the same row in a byte before bytes are permuted
     low = (even & _LOWER) | ((odd & _LOWER) << 4)

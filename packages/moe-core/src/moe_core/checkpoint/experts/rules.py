@@ -43,7 +43,7 @@ class Matrix:
 
 
 def scalar(matrix: Matrix) -> Sequence[Shape]:
-    """Accepted shapes of one value per matrix.
+    """Accepted shapes of a tensor with one value per matrix.
 
     Args:
         matrix: The matrix.

@@ -149,7 +149,7 @@ def exchange(ranks: Communicator, text: str, what: str) -> list[str]:
     Args:
         ranks: The ranks.
         text: String of this rank.
-        what: A clause for errors.
+        what: Clause of error messages, such as "experts are moved".
 
     Returns:
         The string of every rank, in their order.

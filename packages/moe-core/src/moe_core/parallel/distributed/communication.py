@@ -81,7 +81,7 @@ class Communicator(SharedByCopies):
         """Return a context that converts errors of torch.distributed to CommunicationError.
 
         Args:
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
 
         Returns:
             The context manager.
@@ -92,7 +92,7 @@ class Communicator(SharedByCopies):
         """Begin a collective of torch.distributed.
 
         Args:
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
             call: The collective, called as ``call(*arguments)``.
             arguments: Its arguments.
 
@@ -120,7 +120,7 @@ class Communicator(SharedByCopies):
         The backend is called directly: torch's wrapper and dispatcher take half of the host time.
 
         Args:
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
             gathered: ``[ranks * M, K]``, written.
             given: Rows of this rank, ``[M, K]``.
 
@@ -133,7 +133,7 @@ class Communicator(SharedByCopies):
         """Sum rows over ranks, and keep this rank's; ordered and called like :meth:`all_gather`.
 
         Args:
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
             own: Sums of this rank's rows, ``[M, K]``, written.
             partial: ``[ranks * M, K]``.
 
@@ -156,7 +156,7 @@ class Communicator(SharedByCopies):
 
         Args:
             tensor: Integers ``[n]``.
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
 
         Returns:
             The integers.
@@ -178,7 +178,7 @@ class Communicator(SharedByCopies):
         ``torch.cuda.synchronize`` would wait forever for a missing rank, until NCCL's watchdog ends the process.
 
         Args:
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
             device: GPU of the stream. Default: the current one.
 
         Raises:
@@ -201,7 +201,7 @@ class Communicating:
     Other errors pass through. The message names the participating ranks.
 
     Args:
-        what: A clause for errors.
+        what: Clause of error messages, such as "experts are moved".
         ranks: Function that returns the participating ranks.
         timeout: Timeout, for the message.
     """

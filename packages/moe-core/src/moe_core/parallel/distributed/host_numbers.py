@@ -37,7 +37,7 @@ def tell(ranks: Communicator, numbers: Sequence[int], what: str) -> list[list[in
     Args:
         ranks: All of them call this together.
         numbers: At most :func:`row_width` numbers, from 0 to 2^32 - 1; equally many on each rank.
-        what: A clause for errors.
+        what: Clause of error messages, such as "experts are moved".
 
     Returns:
         The numbers of each rank, padded with zeros to :func:`row_width`.
@@ -110,7 +110,7 @@ class HostNumbers:
         Args:
             ranks: The ranks.
             numbers: A full row, each number from 0 to 2^32 - 1.
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
 
         Returns:
             The row of each rank.
@@ -164,7 +164,7 @@ class HostNumbers:
 
         Args:
             ranks: The ranks.
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
 
         Returns:
             The table, or None.

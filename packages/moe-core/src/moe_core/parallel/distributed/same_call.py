@@ -32,7 +32,7 @@ def compare_calls(
         layer: Number of the layer.
         tokens: Number of tokens that this rank brings.
         given: The caller's ``tokens_per_rank``, if any.
-        what: A clause for errors.
+        what: Clause of error messages, such as "experts are moved".
         numbers: Numbers to exchange: equally many on each rank, at most one per rank.
 
     Returns:

@@ -311,7 +311,7 @@ class CollectivePrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         Args:
             own: Number of tokens of this rank.
             given: The caller's ``tokens_per_rank``, if any.
-            what: A clause for errors.
+            what: Clause of error messages, such as "experts are moved".
             numbers: Further numbers of this rank.
 
         Returns:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Destinations:
-    """A placement as seen by one rank.
+    """Map from experts to the ranks that hold them, as one rank uses it: a placement and its tables on each device.
 
     Args:
         placement: The placement.

@@ -295,7 +295,7 @@ def _producer(x, w_desc, schedule, b_args, ring, sizes, K, form):
                 target = w_tiles.index(slot).slice(part * BOX, BOX, 0)
                 tma_load(w_desc, [(row + k * rows_per_expert) // SHARED + part * BOX, 0], ready, target)
             for i in gl.static_range(PER_STEP):
-                # Two steps of one group each share pairs.
+                # With one group per step, two consecutive steps use the same row of scale pairs.
                 group = k // 2 if PAIRED and GROUPS == 1 else k * PER_STEP + i
                 group = gl.minimum(group, b_args.groups - 1)
                 copy_rows(s_tiles.index(slot * PER_STEP + i), scales + group * b_args.scale_g, mask=exists)
