@@ -230,7 +230,7 @@ def changed(row: tuple[str, str], **changes: Any) -> Callable[[types.SimpleNames
         ),
         (changed(BLOCK), {"no_combine": True}, "no_combine"),
         (changed(BLOCK), {"activation": "silu_rounded"}, "activation silu_rounded is not supported"),
-        (changed(BLOCK), {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0}, "gate and up rows are interleaved"),
+        (changed(BLOCK), {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0}, "gate_up_interleaved"),
         (
             changed(BLOCK),
             {"apply_router_weight_on_input": True, "routed_scaling_factor": 2.0},

@@ -497,7 +497,13 @@ class FusedMoEKernel:
         return hidden_states.new_empty(self._output_rows(hidden_states), hidden_states.shape[1])
 
     def _layout(self, num_tokens: int) -> WorkspaceLayout:
-        """The layout of the experts' scratch tensors, which depends on the layer and the number of tokens only."""
+        """Return the layout of the experts' scratch tensors.
+
+        Recordable experts determine it by the layer and the number of tokens, so it is kept. A library may need more
+        after a larger call.
+        """
+        if not isinstance(self.experts, RecordableExperts):
+            return WorkspaceLayout(self.experts.workspaces(num_tokens))
         found = self._layouts.get(num_tokens)
         if found is None:
             if len(self._layouts) >= MOST_LAYOUTS:

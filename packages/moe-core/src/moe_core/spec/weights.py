@@ -15,7 +15,7 @@ from moe_core.spec.device import as_torch_device
 from moe_core.spec.numerics import NumberKind, QuantDtype, is_e8m0
 from moe_core.spec.quant_config import FusedMoEQuantConfig, make_quant_config
 from moe_core.spec.quant_key import QuantKey, as_quant_key
-from moe_core.spec.roles import CODES, ROLES, matrices
+from moe_core.spec.roles import CODES, ROLES, Role, matrices
 from moe_core.spec.tensor_record import TensorRecord
 
 
@@ -155,14 +155,26 @@ class MoEWeights(TensorRecord):
             The config.
 
         Raises:
-            ConfigError: A tensor that a key requires is missing, or a tensor is given that it does not have.
+            ConfigError: A tensor that the weight key requires is missing, or a tensor is given that it does not have.
+            TensorError: A tensor that the activation key requires is missing.
         """
         own: dict[str, Any] = {
-            role.argument(number): self.of(name).get(role.name)
+            role.argument(number): self._operand(name, role)
             for number, name in ((1, "w13"), (2, "w2"))
             for role in ROLES[1:]
         }
         return make_quant_config(weight_key=self.weight_key, activation_key=self.activation_key, **(own | converted))
+
+    def _operand(self, name: str, role: Role) -> Tensor | None:
+        """Return a matrix's tensor of a role; those of activations in the dtype and layout that kernels read."""
+        tensor = self.of(name).get(role.name)
+        if not role.of_activations:
+            return tensor
+        if tensor is None:
+            if role.needed(self.activation_key):
+                raise TensorError(f"{name}_{role.name} is missing: the activations are {self.activation_key}")
+            return None
+        return tensor.to(role.dtypes(self.activation_key)[0]).contiguous()
 
     @property
     def weight_scales(self) -> tuple[Tensor, Tensor]:
