@@ -71,7 +71,7 @@ def test_starts_nothing_that_the_layer_does_not(layer: mc.FusedMoELayer, call: t
     assert own.names == expected.names
 
 
-def test_makes_nothing_but_the_output(
+def test_makes_nothing_but_the_output_and_float32_weights(
     layer: mc.FusedMoELayer, call: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view costs as much as the check of all arguments."""
@@ -84,7 +84,7 @@ def test_makes_nothing_but_the_output(
     monkeypatch.setattr(mc.FusedMoEKernel, "_run", lambda *_, **__: None)
     with All() as own:
         MoeCoreExperts(layer)(*call)
-    assert own.names == ["aten.empty_like.default"]
+    assert own.names == ["aten.empty_like.default", "aten._to_copy.default"]
 
 
 def test_calls_that_repeat_are_replayed(
