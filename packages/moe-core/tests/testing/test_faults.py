@@ -549,7 +549,7 @@ class LeavesARowOfMany(Sound):
         (Sound, None),
         (WrongWithManyRows, "norm is"),
         (ChangesWithManyRows, "repeated"),
-        (LeavesARowOfMany, "repeated"),
+        (LeavesARowOfMany, "repeated|workspace"),  # what uninitialized memory holds decides which comes first
     ],
 )
 def test_faults_that_need_many_rows(experts: type[FusedMoEExperts], message: str | None) -> None:
