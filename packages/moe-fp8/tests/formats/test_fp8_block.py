@@ -224,7 +224,9 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, change: dict[str, Any
 
 def test_config_that_says_fp8_of_16_bit_experts(tmp_path: Path) -> None:
     tensors = {name: t.to(torch.bfloat16) for name, t in Blocks().one_by_one().items() if name.endswith("weight")}
-    message = f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json says quant_method"
+    message = (
+        f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json specifies quant_method"
+    )
     refused(tmp_path, tensors, message)
 
 

@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "one expert less": (
         changed(f"{DOWN}_scales", lambda t: t[1:]),
-        f"{DOWN}_scales is U8 [2, 96, 2], expected [E, ...] with as many experts as {DOWN}_blocks",
+        f"{DOWN}_scales is U8 [2, 96, 2], expected [E, ...] with the number of experts of {DOWN}_blocks",
     ),
     "in 16 bits": (
         lambda tensors: {
@@ -229,7 +229,9 @@ def test_experts_that_are_not_quantized(tmp_path: Path) -> None:
     """Whatever config.json says."""
     tensors = {GATE_UP: torch.zeros(E, K, 2 * N).bfloat16(), DOWN: torch.zeros(E, N, K).bfloat16()}
     tensors |= {f"{name}_bias": tensor[:, 0].clone() for name, tensor in tensors.items()}
-    message = f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json says quant_method"
+    message = (
+        f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json specifies quant_method"
+    )
     refused(tmp_path, tensors, QUANTIZATION, message, **GPT_OSS)
 
 

@@ -133,5 +133,5 @@ def test_experts_that_quark_left_alone(tmp_path: Path) -> None:
         f"{PREFIX}.gate_up_proj": torch.zeros(3, 128, 96).bfloat16(),
         f"{PREFIX}.down_proj": torch.zeros(3, 96, 64).bfloat16(),
     }
-    message = f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json says"
+    message = f"{PREFIX} is not quantized: its weights are BF16 without scales, although config.json specifies"
     refused(tmp_path, tensors, config(INPUTS["mxfp4"][0]), message, **SIZES)

@@ -92,7 +92,7 @@ def detect_format(checkpoint: Checkpoint, layer: LayerExperts, plugins: Registry
         )
     if plain is not None and any(named for named, _ in reasons):
         raise CheckpointError(
-            f"{checkpoint.path}: {layer.prefix} is not quantized: {plain}, although config.json says {what}"
+            f"{checkpoint.path}: {layer.prefix} is not quantized: {plain}, although config.json specifies {what}"
         )
     # The message has the reasons of formats for this method; those of other formats are in the details.
     relevant = [text for named, text in reasons if named]

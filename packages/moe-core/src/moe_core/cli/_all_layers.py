@@ -60,9 +60,9 @@ def explain_all(args: argparse.Namespace) -> int:
     with progress(f"reading the names of {len(indices)} layers"):
         layers = list(_explained(args, checkpoint, indices))
     failed = [layer for layer in layers if layer.report is None or layer.report.chosen is None]
-    told = [(layer.report, layer.memory) for layer in layers if layer.report is not None and layer.memory is not None]
+    known = [(layer.report, layer.memory) for layer in layers if layer.report is not None and layer.memory is not None]
     stored = sum(layer.stored for layer in layers)
-    figures = Figures.of(told, checkpoint, stored, _arguments.parallel_of(args))
+    figures = Figures.of(known, checkpoint, stored, _arguments.parallel_of(args))
     emit(
         args.json,
         {**_data(args, layers), **figures.as_dict(), "notes": notes, "estimated": bool(notes)},
@@ -72,7 +72,7 @@ def explain_all(args: argparse.Namespace) -> int:
         complain(f"moe explain: {len(failed)} of {len(layers)} layers can't be run")
         return 2
     if figures.fit is not None and not figures.fit.fits:
-        complain(refusal(figures.fit, str(told[0][0].device)))
+        complain(refusal(figures.fit, str(known[0][0].device)))
         return 1
     return 0
 
@@ -100,13 +100,13 @@ def _totals(layers: list[_Layer]) -> dict[str, int]:
     They are the weights of all layers, the weights of the largest layer, the peak while the last layer is loaded, and
     the workspace that the layers share.
     """
-    told = [layer.memory for layer in layers if layer.memory is not None]
-    weights = sum(memory.weights for memory in told)
+    known = [layer.memory for layer in layers if layer.memory is not None]
+    weights = sum(memory.weights for memory in known)
     return {
         "weights": weights,
-        "largest_layer": max((memory.weights for memory in told), default=0),
-        "load_peak": max((weights - memory.weights + memory.load_peak for memory in told), default=0),
-        "workspace": max((memory.workspace or 0 for memory in told), default=0),
+        "largest_layer": max((memory.weights for memory in known), default=0),
+        "load_peak": max((weights - memory.weights + memory.load_peak for memory in known), default=0),
+        "workspace": max((memory.workspace or 0 for memory in known), default=0),
     }
 
 

@@ -60,16 +60,16 @@ def layer(report: SelectionReport) -> list[str]:
     ]
 
 
-def memory(report: SelectionReport, told: LayerMemory) -> str:
+def memory(report: SelectionReport, known: LayerMemory) -> str:
     """Return the line on the layer's memory."""
-    about = "" if told.exact else "about "
+    about = "" if known.exact else "about "
     workspace = "workspace known to its library alone"
-    if told.workspace is not None:
-        workspace = f"workspace {bytes_text(told.workspace)} for {told.num_tokens} tokens"
+    if known.workspace is not None:
+        workspace = f"workspace {bytes_text(known.workspace)} for {known.num_tokens} tokens"
     if report.chosen is not None and not report.chosen.experts.claims.cuda_graph:
         workspace = "workspace from torch as it goes"
-    load = f"up to {bytes_text(told.load_peak)} at load"
-    return f"  memory       weights {about}{bytes_text(told.weights)}, {load}; {workspace}"
+    load = f"up to {bytes_text(known.load_peak)} at load"
+    return f"  memory       weights {about}{bytes_text(known.weights)}, {load}; {workspace}"
 
 
 def labeled(label: str, texts: list[str]) -> list[str]:

@@ -64,7 +64,7 @@ def check_file(args: argparse.Namespace, option: str) -> None:
         option: Name of the option, without dashes.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: The file does not exist.
     """
     path = getattr(args, option)
     if path is not None and not _may_exist(path):

@@ -255,9 +255,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
     The layer is one of a checkpoint folder, or described by --scheme and --shape (random weights). The floor is the
     larger of bytes over bandwidth (weights of the experts that have tokens, hidden states, output) and operations over
-    the rate of a dense product, both measured on this machine, or given (--bandwidth, --rate). On a GPU eight calls, on
-    inputs that take turns, are a CUDA graph. Times are medians, after as many calls as it takes until they get no
-    faster; the spread reaches from the 10th to the 90th percentile.
+    the rate of a dense product, both measured on this machine, or given (--bandwidth, --rate). On a GPU, a
+    CUDA graph holds eight calls that rotate through input sets. Warm-up calls repeat until they get no faster. Times
+    are medians; the spread reaches from the 10th to the 90th percentile.
 
     --compare FILE shows the times of an earlier run, written by --output, and marks those that moved: "slower" if even
     the 10th percentile is above the earlier 90th. --fail-slower makes that exit code 1.

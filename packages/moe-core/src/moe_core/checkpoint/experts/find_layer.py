@@ -120,7 +120,8 @@ def _stacked_infos(checkpoint: Checkpoint, names: Mapping[Key, Sequence[str]]) -
             continue
         if info.shape[0] != experts.shape[0] or info.shape[0] == 0:
             raise CheckpointError(
-                f"{info.name} is {info}, expected [E, ...] with as many experts as {experts.name}, which is {experts}"
+                f"{info.name} is {info}, expected [E, ...] with the number of experts of {experts.name}, "
+                f"which is {experts}"
             )
     return infos
 

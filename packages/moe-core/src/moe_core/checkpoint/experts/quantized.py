@@ -198,7 +198,7 @@ class QuantizedLayout(ExpertLayout):
     def _warn_of_unused(self, name: str) -> None:
         """Warn about an activation scale that is unused according to the checkpoint's own settings.
 
-        There is no warning if the settings use it and the caller requested other activations.
+        It does not warn if the settings use the tensor and the caller requested other activations.
         """
         if self.storage.activation is None or not self.storage.activation.is_static:
             used = self.activation_key or "not quantized"

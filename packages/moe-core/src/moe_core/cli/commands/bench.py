@@ -189,10 +189,10 @@ def _text(data: dict[str, Any]) -> str:
         f"{data['scheme']}, {layer}, on {where}, torch {data['torch']}",
         _limits_text(data),
     ]
-    for told in data["tuning"]:
-        if told is not None:
-            how = f"used, {told['ranges']} ranges of tokens" if told["used"] else f"not used: {told['reason']}"
-            lines.append(f"tuning: {told['source']}: {how}")
+    for item in data["tuning"]:
+        if item is not None:
+            how = f"used, {item['ranges']} ranges of tokens" if item["used"] else f"not used: {item['reason']}"
+            lines.append(f"tuning: {item['source']}: {how}")
     if compared is not None:
         then = f"{compared['device_name']}, torch {compared['torch']}, moe-core {compared['moe_core']}"
         lines.append(f"before: {compared['file']} ({then})")

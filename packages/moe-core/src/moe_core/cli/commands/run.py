@@ -46,8 +46,8 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     data, over_ranks, check = summary(args, outcome), outcome.over_ranks, outcome.check
     if over_ranks is not None:
         data["parallel"] = over_ranks.as_dict()
-    told = [] if over_ranks is None else _prepare_finalize.lines(over_ranks, verbose=args.verbose)
-    emit(args.json, data, _text(data, outcome, args.verbose, told))
+    exchange = [] if over_ranks is None else _prepare_finalize.lines(over_ranks, verbose=args.verbose)
+    emit(args.json, data, _text(data, outcome, args.verbose, exchange))
     return 0 if check is None or check.passed else 1
 
 

@@ -185,11 +185,11 @@ def _tuned(
 
     problem = Oracle.make_experts(selection).problem  # type: ignore[attr-defined]
 
-    def told(text: str, part: float) -> None:
+    def show_progress(text: str, part: float) -> None:
         tell(f"{layer.what}: {text}", part)
 
     with rig_of(layer, selection, device, max(counts)) as rig:
-        ranges = search(problem, counts, rig, seconds=budget, clock=time.perf_counter, progress=told)
+        ranges = search(problem, counts, rig, seconds=budget, clock=time.perf_counter, progress=show_progress)
         defaults = {one.last: rig.default(one.last) for one in ranges}
     keys = name_of(layer.weight_key), name_of(layer.activation_key)
     return TunedLayer(layer.scheme, *keys, problem, ranges), defaults
